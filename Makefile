@@ -1,0 +1,45 @@
+# make test     everything CI runs: lint, types, import contracts, tests (installs into .venv first)
+# make lint     ruff, mypy and import-linter only
+# make bench    speed, on this machine
+# make demo     the two-minute tour (not there yet)
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint format bench demo clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks
+
+test: lint
+	$(BIN)/pytest
+	@echo "make test: lint, types, import contracts and tests all passed"
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/data.py
+
+demo:
+	@echo "make demo is not built yet: it comes with the tabletop environment and the training loop." >&2
+	@exit 1
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

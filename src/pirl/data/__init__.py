@@ -1,0 +1,1 @@
+"""LeRobot datasets in, Q-chunk batches out. NumPy only: no jax here."""

@@ -1,0 +1,60 @@
+"""Errors a user can act on: what was found, what was expected, what to do.
+
+The command line prints them without a traceback (`PIRL_DEBUG=1` shows it) and exits with 1.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class PirlError(Exception):
+    """Base of every error pirl raises on purpose; `hint` says what to do about it."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message if not hint else f"{message}\n  hint: {hint}")
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(PirlError):
+    """A configuration value, preset or recipe that cannot be used."""
+
+
+class CheckpointError(PirlError):
+    """Weights or a checkpoint directory that cannot be read, do not fit, or would be overwritten."""
+
+
+class DataError(PirlError):
+    """A dataset that cannot be read or does not hold what it says; names the file and the episode."""
+
+
+class MissingExtraError(PirlError):
+    """An optional dependency that is needed now."""
+
+    def __init__(self, package: str, extra: str, why: str) -> None:
+        super().__init__(
+            f"{why} needs the package {package!r}, which is not installed",
+            hint=f"pip install 'pirl[{extra}]'",
+        )
+
+
+class PirlWarning(UserWarning):
+    """Something that works but is probably not what was meant."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, kind: str) -> ConfigError:
+    """The error for an unknown name, with the nearest known ones offered."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    listed = ", ".join(near or known)
+    return ConfigError(
+        f"unknown {kind} {name!r}", hint=f"{'did you mean' if near else 'known are'}: {listed}"
+    )
+
+
+def listing(items: Sequence[str], limit: int = 10) -> str:
+    """The first `limit` items, one a line, and how many more there are."""
+    lines = [f"    {item}" for item in items[:limit]]
+    if len(items) > limit:
+        lines.append(f"    ... and {len(items) - limit} more")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Checkpoints for others: OpenPI directories and PyTorch safetensors."""

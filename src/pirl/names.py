@@ -1,0 +1,32 @@
+"""Names that appear in files and batches: OpenPI's, LeRobot's and the mission's, each written down once."""
+
+# OpenPI's camera slots, in the order the model reads them.
+BASE_CAMERA = "base_0_rgb"
+LEFT_WRIST_CAMERA = "left_wrist_0_rgb"
+RIGHT_WRIST_CAMERA = "right_wrist_0_rgb"
+CAMERAS = (BASE_CAMERA, LEFT_WRIST_CAMERA, RIGHT_WRIST_CAMERA)
+
+# OpenPI's model-input dictionary.
+IMAGE = "image"
+IMAGE_MASK = "image_mask"
+STATE = "state"
+ACTIONS = "actions"
+PROMPT = "prompt"
+TOKENIZED_PROMPT = "tokenized_prompt"
+TOKENIZED_PROMPT_MASK = "tokenized_prompt_mask"
+
+# LeRobot's columns.
+LEROBOT_STATE = "observation.state"
+LEROBOT_ACTION = "action"
+LEROBOT_IMAGES = "observation.images"
+NEXT_REWARD = "next.reward"
+NEXT_SUCCESS = "next.success"
+NEXT_DONE = "next.done"
+NEXT_TRUNCATED = "next.truncated"
+
+# OpenPI's checkpoint layout: <step>/{params,train_state,assets/<asset_id>/norm_stats.json}.
+PARAMS_ITEM = "params"
+TRAIN_STATE_ITEM = "train_state"
+ASSETS_ITEM = "assets"
+NORM_STATS_FILE = "norm_stats.json"
+SAFETENSORS_FILE = "model.safetensors"

@@ -1,0 +1,26 @@
+"""Where things live on this machine. OpenPI's and LeRobot's own variables are honoured, so caches are shared."""
+
+import os
+from pathlib import Path
+
+
+def openpi_home() -> Path:
+    """OpenPI's download cache (`OPENPI_DATA_HOME`, default ~/.cache/openpi)."""
+    return Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser()
+
+
+def lerobot_home() -> Path:
+    """LeRobot's dataset folder (`HF_LEROBOT_HOME`, default ~/.cache/huggingface/lerobot)."""
+    if home := os.environ.get("HF_LEROBOT_HOME"):
+        return Path(home).expanduser()
+    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "lerobot"
+
+
+def pirl_home() -> Path:
+    """Our own cache of decoded frames (`PIRL_HOME`, default ~/.cache/pirl)."""
+    return Path(os.environ.get("PIRL_HOME", "~/.cache/pirl")).expanduser()
+
+
+def tokenizer_path() -> Path:
+    """PaliGemma's sentencepiece model, where OpenPI keeps it after its first download."""
+    return openpi_home() / "big_vision" / "paligemma_tokenizer.model"

@@ -1,0 +1,101 @@
+"""The records that packages hand to each other: an episode, a source of episodes, a Q-chunk batch. NumPy only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt8
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """The low-dimensional half of one episode, in the robot's own units.
+
+    Row t holds the observation before action t, and the outcome of action t. Terminated (the task ended) and truncated
+    (the recording ended) are different things and never merged: only the first forbids bootstrapping.
+    """
+
+    task: str
+    """The instruction, as text."""
+    state: Float[Array, "T S"]
+    """Proprioception."""
+    actions: Float[Array, "T A"]
+    """What was commanded."""
+    rewards: Float[Array, "T"]
+    """Reward of action t."""
+    terminated: Bool[Array, "T"]
+    """The task ended with action t (success, or a failure that ends it)."""
+    truncated: Bool[Array, "T"]
+    """The recording ended with action t for another reason (time limit, operator)."""
+    success: bool | None = None
+    """Did the episode succeed? None where nobody said."""
+    intended: Float[Array, "T H A"] | None = None
+    """For rollouts: the whole chunk the policy meant to execute from t on, also beyond the end of the episode."""
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+class EpisodeSource(Protocol):
+    """Where episodes come from: a LeRobot dataset, several of them mixed, or a replay buffer."""
+
+    @property
+    def lengths(self) -> Int[Array, "E"]:
+        """Number of steps of each episode."""
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The cameras `frames` returns."""
+
+    def __len__(self) -> int:
+        """Number of episodes."""
+
+    def episode(self, index: int) -> Episode:
+        """Low-dimensional data of one episode; cheap, from memory."""
+
+    def frames(self, index: int) -> Mapping[str, UInt8[Array, "T h w 3"]]:
+        """Pictures of one episode at the model's size, letterbox rows not stored; may decode."""
+
+
+class Observations(TypedDict, total=False):
+    """OpenPI's model input, batched. Images are uint8 and carry no letterbox; the model pads and scales on device."""
+
+    image: dict[str, UInt8[Array, "B h w 3"]]
+    image_mask: dict[str, Bool[Array, "B"]]
+    state: Float[Array, "B S"]
+    tokenized_prompt: Int[Array, "B L"]
+    tokenized_prompt_mask: Bool[Array, "B L"]
+
+
+class ChunkBatch(TypedDict, total=False):
+    """A Q-chunking batch: B chunks of H actions with their outcomes. A plain dict, hence a pytree."""
+
+    observations: Observations
+    """At the first step t of the chunk."""
+    next_observations: Observations
+    """At t + length, where the target bootstraps; the last observation where the episode ended before."""
+    actions: Float[Array, "B H A"]
+    """Normalised, padded to the model's action dimension; steps outside the episode are masked by `valid`."""
+    critic_actions: Float[Array, "B h A"]
+    """The chunk the critic scores: like `actions`, but its tail after an end never tells that there was an end."""
+    rewards: Float[Array, "B H"]
+    """Zero outside the episode, so that nothing is counted twice."""
+    masks: Float[Array, "B H"]
+    """1 while no step so far terminated: bootstrapping is allowed."""
+    valid: Float[Array, "B H"]
+    """1 inside the episode."""
+    terminals: Float[Array, "B H"]
+    """1 from the step on with which the episode ended, for whatever reason."""
+    next_terminal: Float[Array, "B"]
+    """1 where the chunk ends in a terminated step: the target is the reward alone."""
+    sequence_mask: Float[Array, "B"]
+    """1 where the critic learns from this sample (always with `pad`; full chunks only with `drop`)."""
+    length: Int[Array, "B"]
+    """L: steps of the critic's chunk that happened; the target bootstraps with discount**L."""
+    reward_sum: Float[Array, "B"]
+    """Σ_{l<L} discount^l r_l."""
+    mc_return: Float[Array, "B"]
+    """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""

@@ -1,0 +1,1 @@
+"""Infrastructure of training: sharding (more to come)."""
