@@ -47,9 +47,7 @@ def did_you_mean(name: str, known: Iterable[str], *, kind: str) -> ConfigError:
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     listed = ", ".join(near or known)
-    return ConfigError(
-        f"unknown {kind} {name!r}", hint=f"{'did you mean' if near else 'known are'}: {listed}"
-    )
+    return ConfigError(f"unknown {kind} {name!r}", hint=f"{'did you mean' if near else 'known are'}: {listed}")
 
 
 def listing(items: Sequence[str], limit: int = 10) -> str:
