@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
@@ -33,12 +33,14 @@ class Episode:
     success: bool | None = None
     """Did the episode succeed? None where nobody said."""
     intended: Float[Array, "T H A"] | None = None
-    """For rollouts: the whole chunk the policy meant to execute from t on, also beyond the end of the episode."""
+    """For rollouts: the whole chunk the policy meant to execute from t on, also beyond the end of the episode; NaN from
+    the step on where a plan ends that was made before t."""
 
     def __len__(self) -> int:
         return len(self.rewards)
 
 
+@runtime_checkable
 class EpisodeSource(Protocol):
     """Where episodes come from: a LeRobot dataset, several of them mixed, or a replay buffer."""
 
@@ -92,9 +94,10 @@ class ChunkBatch(TypedDict, total=False):
     next_terminal: Float[Array, "B"]
     """1 where the chunk ends in a terminated step: the target is the reward alone."""
     sequence_mask: Float[Array, "B"]
-    """1 where the critic learns from this sample (always with `pad`; full chunks only with `drop`)."""
+    """1 where the critic learns from this sample: with `pad` everywhere but at the very last step of a cut recording,
+    with `drop` only full chunks."""
     length: Int[Array, "B"]
-    """L: steps of the critic's chunk that happened; the target bootstraps with discount**L."""
+    """L: steps of the critic's chunk the target counts; it bootstraps with discount**L."""
     reward_sum: Float[Array, "B"]
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]

@@ -1,0 +1,182 @@
+"""The `pirl` command: finds the verb, imports that verb alone, and turns what happens into an exit code.
+
+A verb is one module of this package, named in `VERBS`. It has `NAME`, `HELP` (what it does, in full sentences),
+`EXAMPLES`, `add_arguments(parser)` and `run(args) -> int`. Its top level and `add_arguments` import nothing heavy, so
+that every `--help` answers at once, also where jax is broken; `run` imports what it needs.
+
+Exit codes: 0 done, 1 an error (message and hint; `PIRL_DEBUG=1` adds the traceback), 2 usage, 130 interrupted.
+"""
+
+import argparse
+import difflib
+import importlib
+import io
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn, TextIO
+
+import pirl
+from pirl.errors import PirlError, PirlWarning, did_you_mean
+
+VERBS = {
+    "doctor": "check this machine: jax and its devices, memory, disk, video, simulators",
+    "inspect": "show what is in a model preset, a checkpoint or a dataset",
+    "norm-stats": "compute the normalisation statistics of a dataset",
+    "export": "write a checkpoint for OpenPI, in JAX or PyTorch form",
+}
+
+DESCRIPTION = """\
+Reinforcement learning for π₀ and π₀.₅ robot policies: LeRobot data in, OpenPI checkpoints out."""
+
+EPILOG = """\
+examples:
+  pirl doctor                                  is this machine ready?
+  pirl inspect data lerobot/aloha_sim_insertion_human
+  pirl inspect checkpoint checkpoints/my_run/20000
+  pirl VERB --help                             what a verb takes, with examples"""
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""What a shell reports for a program that SIGPIPE ended: the reader went away, and not all was written."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with the nearest known word offered for a mistyped verb, choice or flag."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+        self._given: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse, but what is not known is an error of this parser: a verb's own usage and flags are shown."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        parsed, unknown = super().parse_known_args(self._given, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self.error(str(did_you_mean(str(value), map(str, action.choices), kind=str(action.metavar or action.dest))))
+
+    def error(self, message: str) -> NoReturn:
+        """Usage, the message, and the flags that were probably meant; exits with 2."""
+        flags = {word.split("=")[0] for word in self._given if word.startswith("--") and word != "--"}
+        known = list(self._option_string_actions)
+        for flag in sorted(flags.difference(known)):
+            if near := difflib.get_close_matches(flag, known, n=1):
+                message += f"\n  hint: {flag}: did you mean {near[0]}?"
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def load_verb(name: str) -> ModuleType:
+    """The module of a verb; nothing is imported for the others."""
+    return importlib.import_module(f"pirl.cli.{name.replace('-', '_')}")
+
+
+def build_parser(argv: Sequence[str]) -> Parser:
+    """The parser for this command line: all verbs by name, and the arguments of the one that was chosen."""
+    parser = Parser(prog="pirl", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"pirl {pirl.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="verb", title="verbs")
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in VERBS.items():
+        if name == chosen:
+            verb = load_verb(name)
+            verb.add_arguments(verbs.add_parser(name, help=summary, description=verb.HELP, epilog=verb.EXAMPLES))
+        else:
+            verbs.add_parser(name, help=summary)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse and run one command line; errors pass through."""
+    try:
+        parser = build_parser(argv)
+        args = parser.parse_args(argv)
+        if args.verb is None:
+            parser.print_help(sys.stderr)
+            return 2
+        return int(load_verb(args.verb).run(args))
+    except SystemExit as stop:  # how argparse leaves after --help or a usage error
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script: runs one command line and returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a sign is no reason to fail
+            stream.reconfigure(errors="replace")
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            code = run(sys.argv[1:] if argv is None else argv)
+            sys.stdout.flush()  # here, where a reader that went away can still be handled
+        except BrokenPipeError:
+            # The interpreter flushes stdout once more on its way out; give it somewhere to write.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = BROKEN_PIPE
+        except KeyboardInterrupt:
+            _say("interrupted", style="yellow")
+            code = INTERRUPTED
+        except PirlError as error:
+            _fail("error", error.message, error.hint)
+            code = 1
+        except Exception as error:
+            hint = "" if _debugging() else "run again with PIRL_DEBUG=1 for the traceback"
+            _fail("internal error", f"{type(error).__name__}: {error}", hint)
+            code = 1
+    return code
+
+
+def _debugging() -> bool:
+    return os.environ.get("PIRL_DEBUG", "0") not in ("", "0")
+
+
+def _fail(kind: str, message: str, hint: str) -> None:
+    """Tell of the exception being handled."""
+    if _debugging():
+        traceback.print_exc()
+    _say(kind, message, style="bold red")
+    if hint:
+        _say("  hint", hint, style="cyan")
+
+
+def _say(label: str, message: str = "", *, style: str) -> None:
+    """One labelled message on stderr: coloured on a terminal, plain and unwrapped anywhere else."""
+    rest = f": {message}" if message else ""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:  # a broken installation is told of as well
+        print(label + rest, file=sys.stderr)
+    else:
+        Console(stderr=True).print(Text.assemble((label, style), rest), soft_wrap=True)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Our own warnings are for the user and name no source line; those of libraries look as Python prints them."""
+    if issubclass(category, PirlWarning):
+        _say("warning", str(message), style="yellow")
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))

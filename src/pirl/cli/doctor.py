@@ -1,0 +1,362 @@
+"""`pirl doctor`: is this machine ready? One line for each thing that could be wrong, with what to do about it.
+
+It must answer where everything else fails: jax is asked in a process of its own, a check that breaks is itself a
+result, and nothing outside the standard library is imported before a check needs it.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from ctypes.util import find_library
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pirl
+from pirl import paths
+
+NAME = "doctor"
+HELP = """\
+Checks this machine and says how to mend what is missing. ✓ is fine, ✗ is broken (and the exit code is 1),
+– is optional or a piece of advice. The check of jax comes last: it starts jax in a process of its own."""
+EXAMPLES = """\
+examples:
+  pirl doctor                   one line per check
+  pirl doctor --json            the same for a program: {"ok": ..., "checks": [...]}
+  pirl doctor --timeout 300     give jax longer to start (a cold network disk, many GPUs)"""
+
+GIB = 2**30
+# π₀ has 3,238,048,528 parameters: 13 GB in float32, and four times that with the average and Adam's two moments.
+WEIGHTS_BYTES = 13 * 10**9
+CHECKPOINT_BYTES = 4 * WEIGHTS_BYTES
+# A requirement as package metadata spells it: `jax[cuda13]<0.12,>=0.10; extra == "cuda"`.
+REQUIREMENT = r"""^([\w.-]+)(?:\[([\w-]+)\])?(?:.*extra\s*==\s*['"]([\w.-]+)['"])?"""
+APT = "apt-get install -y libosmesa6 libegl1 libgl1-mesa-dri libgles2"
+
+# The probe must not take the share of GPU memory a training run will want, nor fail because one is running.
+PROBE_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+PROBE = """
+import json, jax
+devices = [{"kind": d.device_kind, "bytes": (d.memory_stats() or {}).get("bytes_limit")} for d in jax.local_devices()]
+print(json.dumps({"version": jax.__version__, "backend": jax.default_backend(), "devices": devices}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The result of one check."""
+
+    name: str
+    """What was looked at."""
+    ok: bool | None
+    """True: fine. False: broken. None: optional and absent, or could be better."""
+    detail: str
+    """What was found."""
+    fix: str = ""
+    """What to do about it."""
+
+
+def check_python() -> Check:
+    """Is Python new enough?"""
+    found = ".".join(map(str, sys.version_info[:3]))
+    fine = tuple(sys.version_info[:2]) >= (3, 11)
+    return Check(name="python", ok=fine, detail=found, fix="" if fine else "use Python 3.11 or later")
+
+
+def check_pirl() -> Check:
+    """Is the code that runs the code that was installed?"""
+    installed = _version("pirl")
+    if installed == pirl.__version__:
+        return Check(name="pirl", ok=True, detail=installed)
+    detail = f"{pirl.__version__} runs, {installed or 'nothing'} is installed"
+    return Check(name="pirl", ok=None, detail=detail, fix="in the project's folder: pip install -e .")
+
+
+def check_dependencies() -> Check:
+    """Is every package there that pirl cannot do without?"""
+    if _version("pirl") is None:
+        return Check(name="dependencies", ok=None, detail="not known: pirl itself is not installed")
+    names = _requirements("pirl")
+    missing = [name for name in names if _version(name) is None]
+    if missing:
+        detail = f"missing: {', '.join(missing)}"
+        return Check(name="dependencies", ok=False, detail=detail, fix=f"pip install {' '.join(missing)}")
+    return Check(name="dependencies", ok=True, detail=f"all {len(names)} are installed")
+
+
+def check_extra(extra: str) -> Check:
+    """Are the packages of an optional feature there?"""
+    versions = {name: _version(name) for name in _requirements("pirl", extra=extra)}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        detail = f"not installed: {', '.join(missing)}"
+        return Check(name=f"extra {extra}", ok=None, detail=detail, fix=f"pip install 'pirl[{extra}]'")
+    listed = ", ".join(f"{name} {version}" for name, version in list(versions.items())[:4])
+    more = f" and {len(versions) - 4} more" if len(versions) > 4 else ""
+    return Check(name=f"extra {extra}", ok=True, detail=listed + more)
+
+
+def check_video_decoder() -> Check:
+    """LeRobot's videos are AV1, which not every build of FFmpeg reads."""
+    fine = _has_codec("libdav1d", "r")
+    fix = "" if fine else "pip install --upgrade --force-reinstall av  (its wheels bring their own FFmpeg)"
+    return Check(name="AV1 decoder", ok=fine, detail="libdav1d" if fine else "PyAV has no libdav1d", fix=fix)
+
+
+def check_video_encoder() -> Check:
+    """Only needed to record datasets."""
+    fine = _has_codec("libsvtav1", "w")
+    fix = "" if fine else "to record datasets: pip install --upgrade --force-reinstall av"
+    return Check(name="AV1 encoder", ok=fine or None, detail="libsvtav1" if fine else "PyAV has no libsvtav1", fix=fix)
+
+
+def check_gpu_memory_settings() -> Check:
+    """The share of GPU memory XLA takes; its default of 0.75 is too small to fine-tune π₀ whole on an 80 GB card."""
+    name = "GPU memory"
+    new, old = (os.environ.get(f"XLA{infix}_CLIENT_MEM_FRACTION", "") for infix in ("", "_PYTHON"))
+    if new and old:
+        detail = f"XLA_CLIENT_MEM_FRACTION={new} and XLA_PYTHON_CLIENT_MEM_FRACTION={old}; jax refuses GPUs with both"
+        return Check(name=name, ok=False, detail=detail, fix="unset XLA_PYTHON_CLIENT_MEM_FRACTION")
+    advice = "on a GPU: export XLA_CLIENT_MEM_FRACTION=0.9"
+    if not (new or old):
+        return Check(name=name, ok=None, detail="XLA_CLIENT_MEM_FRACTION is not set (jax takes 0.75)", fix=advice)
+    variable = "XLA_CLIENT_MEM_FRACTION" if new else "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    detail = f"{variable}={new or old}"
+    try:
+        fraction = float(new or old)
+    except ValueError:
+        return Check(name=name, ok=False, detail=f"{detail} is not a number", fix=f"export {variable}=0.9")
+    if not fraction > 0:
+        return Check(name=name, ok=False, detail=f"{detail} is not above 0", fix=f"export {variable}=0.9")
+    if not 0.85 <= fraction <= 0.98:
+        return Check(name=name, ok=None, detail=detail, fix=f"on a GPU: export {variable}=0.9")
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") in ("false", "False", "0"):
+        detail += ", XLA_PYTHON_CLIENT_PREALLOCATE=false (memory fragments)"
+        return Check(name=name, ok=None, detail=detail, fix="unset XLA_PYTHON_CLIENT_PREALLOCATE")
+    return Check(name=name, ok=True, detail=detail)
+
+
+def check_ram() -> Check:
+    """Is there room for the weights of a full-size model, within what this container may use?"""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    limit = _container_limit()
+    detail = f"{free / GIB:.1f} GiB available"
+    if limit is not None and limit < free:
+        free, detail = limit, f"{limit / GIB:.1f} GiB allowed to this container"
+    if free < WEIGHTS_BYTES:
+        fix = "use a larger machine for full-size models; this one will do for small ones"
+        detail += f"; the weights of π₀ take {WEIGHTS_BYTES / 1e9:.0f} GB in float32"
+        return Check(name="RAM", ok=None, detail=detail, fix=fix)
+    return Check(name="RAM", ok=True, detail=detail)
+
+
+def check_place(name: str, folder: Path, *, variable: str = "", size: int = 0, required: bool = False) -> Check:
+    """Can things be written where they belong, and is there room? `required` is what pirl itself writes."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    source = f" ({variable})" if os.environ.get(variable) else ""
+    detail = f"{folder}{source}, {free / GIB:.1f} GiB free"
+    elsewhere = f", or use another folder: export {variable}=DIR" if variable else ""
+    if not os.access(there, os.W_OK):
+        ok, fix = False if required else None, f"{there} is not writable: make it so{elsewhere}"
+    elif free < GIB:
+        ok, fix = False if required else None, f"make room{elsewhere}"
+    elif free < size:
+        ok, fix = None, f"make room for a full-size π₀ ({size / 1e9:.0f} GB){elsewhere}"
+    else:
+        ok, fix = True, ""
+    return Check(name=name, ok=ok, detail=detail, fix=fix)
+
+
+def check_gl() -> Check:
+    """MuJoCo draws with OSMesa (CPU) or EGL (GPU). Broken only if MuJoCo is installed and could not draw."""
+    libraries = {name.lower(): found for name in ("OSMesa", "EGL") if (found := find_library(name))}
+    wanted = os.environ.get("MUJOCO_GL", "").lower()
+    detail = f"{', '.join(libraries.values()) or 'neither OSMesa nor EGL'}; MUJOCO_GL={wanted or '(not set)'}"
+    usable = wanted in libraries if wanted in ("osmesa", "egl") else bool(libraries)
+    if not usable:
+        needed = importlib.util.find_spec("mujoco") is not None
+        return Check(name="GL libraries", ok=False if needed else None, detail=detail, fix=APT)
+    if not wanted:
+        fix = f"for MuJoCo without a screen: export MUJOCO_GL={'egl' if 'egl' in libraries else 'osmesa'}"
+        return Check(name="GL libraries", ok=None, detail=detail, fix=fix)
+    return Check(name="GL libraries", ok=True, detail=detail)
+
+
+def check_tokenizer() -> Check:
+    """PaliGemma's tokenizer: needed wherever a prompt is."""
+    path = paths.tokenizer_path()
+    if path.is_file():
+        return Check(name="tokenizer", ok=True, detail=str(path))
+    fix = "pip install 'pirl[gcs]' to have it downloaded, or copy gs://big_vision/paligemma_tokenizer.model there"
+    return Check(name="tokenizer", ok=None, detail=f"{path} does not exist", fix=fix)
+
+
+def start_probe() -> subprocess.Popen[str]:
+    """Ask jax for its devices in a process of its own, so that a broken jax, or a hanging one, breaks nothing here."""
+    command = [sys.executable, "-c", PROBE]
+    environment = os.environ | PROBE_ENVIRONMENT
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def check_jax(probe: subprocess.Popen[str], timeout: float) -> Check:
+    """What jax answered: its version, backend, devices and the memory it may use on each."""
+    try:
+        out, err = probe.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        probe.communicate()
+        fix = "is another process holding the GPU? otherwise: pirl doctor --timeout 300"
+        return Check(name="jax", ok=False, detail=f"did not answer within {timeout:g} s", fix=fix)
+    reason = (err.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    if probe.returncode:
+        fix = "pip install --upgrade --force-reinstall jax jaxlib"
+        return Check(name="jax", ok=False, detail=f"does not start: {reason}", fix=fix)
+    answer = json.loads(out.splitlines()[-1])
+    detail = f"{answer['version']}, {answer['backend']}: {_describe_devices(answer['devices'])}"
+    if answer["backend"] == "cpu" and shutil.which("nvidia-smi") and not os.environ.get("JAX_PLATFORMS"):
+        detail += f", but this machine has an NVIDIA GPU ({reason})"
+        fix = "pip install 'pirl[cuda]'; to stay on the CPU: export JAX_PLATFORMS=cpu"
+        return Check(name="jax", ok=False, detail=detail, fix=fix)
+    return Check(name="jax", ok=True, detail=detail)
+
+
+def local_checks() -> list[tuple[str, Callable[[], Check]]]:
+    """Every check but that of jax, by name, in the order they are shown."""
+    installed = _version("pirl") is not None
+    extras = (importlib.metadata.metadata("pirl").get_all("Provides-Extra") or []) if installed else []
+    places: dict[str, dict[str, Any]] = {
+        "checkpoints": {"folder": Path("checkpoints").absolute(), "size": CHECKPOINT_BYTES, "required": True},
+        "decoded frames": {"folder": paths.pirl_home(), "variable": "PIRL_HOME", "required": True},
+        "datasets": {"folder": paths.lerobot_home(), "variable": "HF_LEROBOT_HOME"},
+        "OpenPI's cache": {"folder": paths.openpi_home(), "variable": "OPENPI_DATA_HOME", "size": WEIGHTS_BYTES},
+    }
+    return [
+        ("python", check_python),
+        ("pirl", check_pirl),
+        ("dependencies", check_dependencies),
+        *((f"extra {extra}", partial(check_extra, extra)) for extra in extras),
+        ("AV1 decoder", check_video_decoder),
+        ("AV1 encoder", check_video_encoder),
+        ("GL libraries", check_gl),
+        *((name, partial(check_place, name, **place)) for name, place in places.items()),
+        ("tokenizer", check_tokenizer),
+        ("RAM", check_ram),
+        ("GPU memory", check_gpu_memory_settings),
+    ]
+
+
+def guarded(name: str, check: Callable[[], Check]) -> Check:
+    """The result of a check; a check that breaks is a result too, and stops no other."""
+    try:
+        return check()
+    except Exception as error:
+        return Check(name=name, ok=False, detail=f"could not be checked: {type(error).__name__}: {error}")
+
+
+def examine(timeout: float) -> Iterator[Check]:
+    """Run every check; jax, which takes longest, starts first and is told last."""
+    probe = start_probe()
+    try:
+        for name, check in local_checks():
+            yield guarded(name, check)
+        yield guarded("jax", partial(check_jax, probe, timeout))
+    finally:
+        if probe.poll() is None:
+            probe.kill()
+            probe.communicate()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for jax (default 60)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print each result as it comes; 1 if something required is broken."""
+    checks = []
+    for check in examine(args.timeout):
+        checks.append(check)
+        if not args.json:
+            show(check)
+    broken = any(check.ok is False for check in checks)
+    if args.json:
+        print(json.dumps({"ok": not broken, "checks": [asdict(check) for check in checks]}, indent=2))
+    return int(broken)
+
+
+def show(check: Check) -> None:
+    """One line: the mark, the name, what was found, and what to do."""
+    signs = "✓✗–" if (sys.stdout.encoding or "").lower().startswith("utf") else "+x-"
+    sign, style = {True: (signs[0], "green"), False: (signs[1], "bold red"), None: (signs[2], "yellow")}[check.ok]
+    line = f" {check.name:<16} {check.detail}"
+    advice = f"  {'fix' if check.ok is False else 'if needed'}: {check.fix}" if check.fix else ""
+    # Rich is for terminals: elsewhere it would end the program itself where the reader went away.
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.text import Text
+
+        text = Text.assemble((sign, style), line, (advice, "bold" if check.ok is False else "dim"))
+        Console(highlight=False).print(text, soft_wrap=True)
+    else:
+        print(sign + line + advice, flush=True)
+
+
+def _requirements(distribution: str, *, extra: str = "") -> list[str]:
+    """The packages a distribution asks for with an extra, or always; `jax[cuda13]` includes what that brings."""
+    names: list[str] = []
+    for requirement in importlib.metadata.requires(distribution) or []:
+        name, inner, wanted_by = re.findall(REQUIREMENT, requirement)[0]
+        if wanted_by != extra:
+            continue
+        names.append(name)
+        if inner and _version(name) is not None:  # an absent package cannot say what it would bring
+            names += _requirements(name, extra=inner)
+    return names
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_codec(name: str, mode: Literal["r", "w"]) -> bool:
+    import av
+
+    try:
+        av.codec.Codec(name, mode)
+    except (ValueError, av.error.FFmpegError):
+        return False
+    return True
+
+
+def _container_limit() -> int | None:
+    """The memory a container may use (cgroup v2), where there is such a limit: psutil tells of the whole machine."""
+    try:
+        return int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None
+
+
+def _describe_devices(devices: list[dict]) -> str:
+    """`8 x NVIDIA H100 (60.0 GiB each for XLA)`."""
+    kinds = Counter((device["kind"], device["bytes"]) for device in devices)
+    described = []
+    for (kind, size), count in kinds.items():
+        memory = f" ({size / GIB:.1f} GiB each for XLA)" if size else ""
+        described.append(f"{count} x {kind}{memory}")
+    return ", ".join(described)

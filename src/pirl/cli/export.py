@@ -1,0 +1,149 @@
+"""`pirl export`: a checkpoint in another form: weights and statistics for OpenPI, in JAX or for its PyTorch port."""
+
+import argparse
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pirl.cli.app import positive
+from pirl.errors import CheckpointError, PirlWarning
+
+NAME = "export"
+HELP = "Writes the weights and normalisation statistics of a checkpoint in another form, without its training state."
+EXAMPLES = """\
+examples:
+  pirl export openpi checkpoints/my_run/20000 --out to_robot
+  pirl export pytorch checkpoints/my_run/20000 --out to_torch
+  pirl export openpi pi0_torch --model pi0 --out pi0_jax"""
+OPENPI = """\
+Writes an OpenPI checkpoint: the folder OpenPI serves as it is. Any checkpoint can be the source, PyTorch ones too
+(then --model says what they are). Adapters (LoRA) are kept."""
+OPENPI_EXAMPLES = """\
+examples:
+  pirl export openpi checkpoints/my_run/20000 --out to_robot
+  pirl export openpi checkpoints/my_run/20000 --out to_robot --dtype bfloat16      half the size
+  pirl export openpi pi0_torch --model pi0 --out pi0_jax                           from PyTorch"""
+PYTORCH = """\
+Writes a checkpoint for OpenPI's PyTorch port: model.safetensors, config.json and the statistics. Adapters (LoRA) are
+merged into the matrices they adapt, since the port has none."""
+PYTORCH_EXAMPLES = """\
+examples:
+  pirl export pytorch checkpoints/my_run/20000 --out to_torch
+  pirl export pytorch checkpoints/my_run/20000 --out to_torch --dtype float32      bit for bit
+  pirl export pytorch checkpoints/lora/20000 --out to_torch --lora-scale 1 0.5     adapters with alpha/rank not 1"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl export`."""
+    forms = parser.add_subparsers(dest="form", metavar="form", title="forms", required=True)
+    openpi = forms.add_parser("openpi", help="OpenPI's own (JAX)", description=OPENPI, epilog=OPENPI_EXAMPLES)
+    openpi.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as stored)")
+    torch = forms.add_parser("pytorch", help="OpenPI's PyTorch port", description=PYTORCH, epilog=PYTORCH_EXAMPLES)
+    torch.add_argument(
+        "--dtype",
+        choices=("mixed", "bfloat16", "float32"),
+        default="mixed",
+        help="mixed: what the port computes in (default); bfloat16: smallest; float32: exact",
+    )
+    torch.add_argument("--horizon", type=positive, metavar="H", help="actions per chunk (default: the preset's, or 50)")
+    torch.add_argument(
+        "--lora-scale",
+        nargs=2,
+        type=float,
+        default=(1.0, 1.0),
+        metavar=("VLM", "EXPERT"),
+        help="alpha / rank of the adapters in attention (default 1 1, as in OpenPI's configurations)",
+    )
+    for form in (openpi, torch):
+        form.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or file, or a gs:// or hf:// address")
+        form.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+        form.add_argument("--model", metavar="NAME", help="its model preset, where the files alone do not tell")
+        form.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the weights and write them in the other form."""
+    from pirl.export.inspect import describe
+    from pirl.export.openpi import save_openpi
+    from pirl.models.config import get_preset
+    from pirl.models.fetch import fetch
+    from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
+
+    config = get_preset(args.model) if args.model else None
+    path = fetch(args.checkpoint)
+    found = describe(path)
+    _check_target(args.out, found.path, overwrite=args.overwrite)
+    norm_stats = {asset: found.path / ASSETS_ITEM / asset / NORM_STATS_FILE for asset in found.norm_stats}
+    if not norm_stats:
+        _warn(f"{found.path} has no normalisation statistics, and OpenPI serves nothing without")
+    params = _load(path, found, config, dtype=args.dtype if args.form == "openpi" else None)
+    if args.form == "openpi":
+        out = save_openpi(params, args.out, norm_stats=norm_stats, overwrite=args.overwrite)
+    else:
+        out = _save_pytorch(params, config, args, norm_stats)
+    print(f"{found.parameters:,} parameters of {found.model}, statistics of {', '.join(norm_stats) or 'none'} -> {out}")
+    return 0
+
+
+def _load(path: Path, found: Any, config: Any, *, dtype: str | None) -> Any:
+    """The weights of a described checkpoint: as stored where the files tell what they are, else as the preset is."""
+    from pirl.models import fit, weights
+    from pirl.models.pi0 import param_shapes
+
+    if config is None and found.kind != "openpi":
+        raise CheckpointError(
+            f"{path} holds {found.kind} weights, which do not tell their model",
+            hint="name its preset, such as --model pi0",
+        )
+    if found.kind != "openpi":
+        return weights.load(path, param_shapes(config), dtype=dtype)
+    if config is not None:
+        shapes = {name: leaf.shape for name, leaf in found.leaves.items()}
+        fit.compare(shapes, fit.shapes_of(param_shapes(config)), source=str(path))
+    return weights.load_openpi(path, dtype=dtype)
+
+
+def _save_pytorch(params: Any, config: Any, args: argparse.Namespace, norm_stats: Mapping[str, Path]) -> Path:
+    from pirl.export.pytorch import merge_lora, save_pytorch
+    from pirl.models.params import flatten
+
+    leaves = flatten(params)
+    if any("lora" in name for name in leaves):
+        vlm, expert = args.lora_scale
+        print(f"merging adapters, scaled in attention by {vlm:g} (VLM) and {expert:g} (expert)")
+        params = merge_lora(params, attn=(vlm, expert), ffn=(1.0, 1.0))
+    return save_pytorch(
+        params,
+        args.out,
+        action_horizon=args.horizon or (config.horizon if config else 50),
+        paligemma_variant=variant_of(leaves["PaliGemma/llm/layers/mlp/linear"].shape, "gemma_2b"),
+        action_expert_variant=variant_of(leaves["PaliGemma/llm/layers/mlp_1/linear"].shape, "gemma_300m"),
+        dtype=args.dtype,
+        norm_stats=norm_stats,
+        overwrite=args.overwrite,
+    )
+
+
+def variant_of(shape: tuple[int, ...], default: str) -> str:
+    """OpenPI's name for a Gemma whose feed-forward has this shape."""
+    from pirl.models.config import GEMMA_VARIANTS
+
+    for name, gemma in GEMMA_VARIANTS.items():
+        if shape == (gemma.depth, gemma.mlp_dim, gemma.width):
+            return name
+    _warn(f"OpenPI has no name for a Gemma of layers x inner x width {shape}; config.json says {default}")
+    return default
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PirlWarning, stacklevel=3)
+
+
+def _check_target(out: Path, source: Path, *, overwrite: bool) -> None:
+    """Before gigabytes are read: the target is free, and is not what is being read."""
+    out, source = out.expanduser().resolve(), source.resolve()
+    if source.is_relative_to(out):
+        raise CheckpointError(f"{out} is or contains the checkpoint that is exported", hint="write to another folder")
+    if out.exists() and not overwrite:
+        raise CheckpointError(f"{out} exists already", hint="choose another --out, or pass --overwrite to replace it")

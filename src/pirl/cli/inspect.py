@@ -1,0 +1,130 @@
+"""`pirl inspect`: what is in a model preset, a checkpoint or a dataset, before anything is trained on it."""
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+NAME = "inspect"
+HELP = "Shows what is in a model preset, a checkpoint or a dataset. Nothing is changed, and no weights are loaded."
+EXAMPLES = """\
+examples:
+  pirl inspect recipe pi0_lora
+  pirl inspect checkpoint checkpoints/my_run/20000
+  pirl inspect data lerobot/aloha_sim_insertion_human"""
+RECIPE_EXAMPLES = """\
+examples:
+  pirl inspect recipe pi0                        its parts, their parameters and bytes
+  pirl inspect recipe pi05_lora --leaves         every parameter with its shape
+  pirl inspect recipe pi0 --freeze vlm_frozen    what trains under another rule"""
+CHECKPOINT_EXAMPLES = """\
+examples:
+  pirl inspect checkpoint checkpoints/my_run/20000
+  pirl inspect checkpoint gs://openpi-assets/checkpoints/pi0_base
+  pirl inspect checkpoint model.safetensors --leaves"""
+DATA_EXAMPLES = """\
+examples:
+  pirl inspect data lerobot/aloha_sim_insertion_human    from the hub, or from HF_LEROBOT_HOME
+  pirl inspect data recordings/fold_box                  a folder"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl inspect`."""
+    kinds = parser.add_subparsers(dest="what", metavar="what", title="what to inspect", required=True)
+    text = "the parameters of a model preset, and which of them train"
+    one = kinds.add_parser("recipe", help=text, description=f"Shows {text}.", epilog=RECIPE_EXAMPLES)
+    one.add_argument("name", metavar="NAME", help="a model preset, such as pi0, pi05_lora or pi0_tiny")
+    one.add_argument("--leaves", action="store_true", help="list every parameter with its shape")
+    one.add_argument("--freeze", metavar="RULE", help="full, lora, vlm_frozen or expert_only (default: as OpenPI does)")
+    text = "what a checkpoint holds: weights, statistics, training state"
+    one = kinds.add_parser("checkpoint", help=text, description=f"Shows {text}.", epilog=CHECKPOINT_EXAMPLES)
+    one.add_argument("location", metavar="CHECKPOINT", help="a folder or file, or a gs:// or hf:// address")
+    one.add_argument("--leaves", action="store_true", help="list every array with its shape and type")
+    text = "a LeRobot dataset: episodes, features, tasks, outcomes"
+    one = kinds.add_parser("data", help=text, description=f"Shows and checks {text}.", epilog=DATA_EXAMPLES)
+    one.add_argument("location", metavar="DATASET", help="a folder, or a repo id on the Hugging Face hub")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the description of what was named."""
+    for line in {"recipe": recipe, "checkpoint": checkpoint, "data": data}[args.what](args):
+        print(line)
+    return 0
+
+
+def data(args: argparse.Namespace) -> Iterator[str]:
+    """A dataset's summary."""
+    from pirl.data.dataset import inspect
+
+    yield str(inspect(args.location))
+
+
+def checkpoint(args: argparse.Namespace) -> Iterator[str]:
+    """A checkpoint's summary, and its arrays if asked for."""
+    from pirl.export.inspect import describe, render
+    from pirl.models.fetch import fetch
+
+    found = describe(fetch(args.location))
+    yield render(found)
+    if args.leaves:
+        yield from table([(name, _shape(leaf.shape), leaf.dtype) for name, leaf in sorted(found.leaves.items())], "<<<")
+
+
+def recipe(args: argparse.Namespace) -> Iterator[str]:
+    """A table of a preset's parameters: by part, and leaf by leaf if asked for."""
+    from pirl.errors import did_you_mean
+    from pirl.models.config import get_preset
+    from pirl.models.freeze import FreezeRule, default_rule, freeze_dtypes, trainable_mask
+    from pirl.models.params import flatten
+    from pirl.models.pi0 import param_shapes
+
+    config = get_preset(args.name)
+    rule = args.freeze or default_rule(config)
+    if rule not in get_args(FreezeRule):
+        raise did_you_mean(rule, get_args(FreezeRule), kind="freeze rule")
+    shapes = param_shapes(config)
+    mask = trainable_mask(shapes, config, rule)
+    leaves, trains = flatten(freeze_dtypes(shapes, mask)), flatten(mask)
+    yield f"{args.name}: freeze rule {rule}, chunks of {config.horizon} actions of {config.action_dim} dimensions"
+    parts: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        parts.setdefault(part_of(path), {})[path] = leaf
+    header = ("part", "leaves", "parameters", "trainable", "bytes", "types")
+    rows = [_summary(part, members, trains) for part, members in (parts | {"total": leaves}).items()]
+    yield from table([header, *rows], "<>>>><")
+    if args.leaves:
+        listed = [
+            (path, _shape(leaf.shape), leaf.dtype.name, "trains" if trains[path] else "frozen")
+            for path, leaf in sorted(leaves.items())
+        ]
+        yield from table(listed, "<<<<")
+
+
+def part_of(path: str) -> str:
+    """The part of the model a parameter belongs to."""
+    if path.startswith("PaliGemma/img/"):
+        return "SigLIP"
+    if path.startswith("PaliGemma/llm/embedder/"):
+        return "embedder"
+    if path.startswith("PaliGemma/llm/"):
+        return "Gemma expert" if "_1/" in path else "Gemma VLM"
+    return "heads"
+
+
+def table(rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+    """Rows as aligned columns, as wide as their longest entry; one of `<` and `>` for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _summary(name: str, leaves: Mapping[str, Any], trains: Mapping[str, bool]) -> tuple[str, ...]:
+    total = sum(leaf.size for leaf in leaves.values())
+    trainable = sum(leaf.size for path, leaf in leaves.items() if trains[path])
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+    types = ", ".join(sorted({leaf.dtype.name for leaf in leaves.values()}))
+    return name, str(len(leaves)), f"{total:,}", f"{trainable:,}", f"{size:,}", types
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

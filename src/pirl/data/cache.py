@@ -1,0 +1,300 @@
+"""Decoded frames, so that a video is decoded once and not once per sample.
+
+Frames lie as uint8 at the model's size, one `.npy` per episode and camera, in a folder named by a hash of everything
+they depend on: a changed dataset or setting finds another folder, never stale pictures. A file appears under its name
+only when it is whole, so builders may be killed, and several may run at once; the worst is work done twice.
+"""
+
+import errno
+import hashlib
+import io
+import math
+import os
+import random
+import shutil
+import threading
+import time
+import uuid
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+from jaxtyping import UInt8
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pirl import paths
+from pirl.data import lerobot, video
+from pirl.data.lerobot import DatasetMeta
+from pirl.errors import DataError, PirlWarning
+
+Tier = Literal["auto", "ram", "disk", "pool"]
+"""`ram`: everything decoded into memory. `disk`: memory-mapped files, kept for the next run. `pool`: decoded when asked
+for, the most recent kept. `auto`: chosen by the size of the frames, the memory and the disk."""
+
+_CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
+_SMALL = 2**30  # decoding this much takes seconds; not worth a file
+_DAY = 24 * 3600
+_PLAIN_INTERVAL = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Where decoded frames are kept."""
+
+    tier: Tier = "auto"
+    """ram, disk, pool, or auto."""
+    folder: str | None = None
+    """Folder of the disk tier; $PIRL_HOME/frames if None."""
+    workers: int = 0
+    """Threads that decode; one per core if 0."""
+    pool_bytes: int = 4 * 2**30
+    """How much the pool tier keeps beyond what its caller holds."""
+
+
+def cache_key(meta: DatasetMeta, camera: str, size: int | None, method: video.Resize) -> str:
+    """A hash of all that decides the pixels of one camera: metadata, files, size, resize method, this code."""
+    digest = hashlib.sha256((meta.root / lerobot.INFO_FILE).read_bytes())
+    digest.update(repr((_CODE_VERSION, camera, size, method)).encode())
+    files: dict[Path, None] = {}
+    for episode in meta.episodes:
+        span = episode.cameras[camera]
+        digest.update(repr((episode.index, episode.length, os.path.relpath(span.path, meta.root), span.first)).encode())
+        files |= {episode.data.path: None, span.path: None}
+    for path in files:
+        stat = path.stat()
+        digest.update(repr((os.path.relpath(path, meta.root), stat.st_size, stat.st_mtime_ns)).encode())
+    return digest.hexdigest()[:20]
+
+
+def choose_tier(*, total: int, missing: int, memory: int, disk: int) -> tuple[Tier, str]:
+    """The tier for `total` bytes of frames of which `missing` are not on disk yet, and the reason in words."""
+    if missing == 0:
+        return "disk", "they are on disk already"
+    if total <= min(_SMALL, memory // 2):
+        return "ram", "they are few"
+    if missing <= 0.9 * disk:
+        return "disk", f"they fit into the {format_bytes(disk)} free there, and the next run finds them"
+    if total <= memory // 2:
+        return "ram", f"the disk has {format_bytes(disk)} free, the memory {format_bytes(memory)}"
+    return "pool", f"neither the disk ({format_bytes(disk)} free) nor the memory ({format_bytes(memory)}) holds them"
+
+
+class FrameCache:
+    """The frames of some cameras of one dataset. Thread-safe; decodes nothing before it is asked to."""
+
+    def __init__(
+        self,
+        meta: DatasetMeta,
+        cameras: Sequence[str],
+        *,
+        size: int | None,
+        method: video.Resize = "fast",
+        config: CacheConfig | None = None,
+    ) -> None:
+        lerobot.check_files(meta, cameras)
+        self.meta, self.size, self.method, self.config = meta, size, method, config or CacheConfig()
+        self.tier: Tier = self.config.tier
+        """As configured; once built, as chosen (and `pool` after a full disk)."""
+        root = Path(self.config.folder) if self.config.folder else paths.pirl_home() / "frames"
+        self.folders = {
+            camera: root.expanduser() / meta.root.name / f"{camera}-{cache_key(meta, camera, size, method)}"
+            for camera in cameras
+        }
+        """Per camera, where the disk tier keeps its files."""
+        self._frames: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
+        self._lock, self._building, self._built = threading.Lock(), threading.Lock(), False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all frames, decoded."""
+        return sum(self._bytes(key) for key in self._keys())
+
+    def path(self, position: int, camera: str) -> Path:
+        """The file of one camera of the episode at that position."""
+        return self.folders[camera] / f"episode_{self.meta.episodes[position].index:06d}.npy"
+
+    def frames(self, position: int, camera: str) -> UInt8[np.ndarray, "T h w 3"]:
+        """The frames of one camera of the episode at that position (not its episode_index)."""
+        self.build()
+        key = (position, camera)
+        with self._lock:
+            if key in self._frames:
+                self._frames.move_to_end(key)
+                return self._frames[key]
+        if (array := self._load(key)) is not None:
+            return array
+        array = self._decode(key)
+        with self._lock:
+            self._frames[key] = array
+            while self.tier != "ram" and sum(kept.nbytes for kept in self._frames.values()) > self.config.pool_bytes:
+                self._frames.popitem(last=False)
+        return array
+
+    def build(self) -> None:
+        """Settle on a tier and, unless that is `pool`, decode what is missing. Does nothing the second time."""
+        with self._building:
+            if self._built or not self.folders:
+                return
+            missing = [key for key in self._keys() if not self._is_complete(key)]
+            to_write = sum(map(self._bytes, missing))
+            disk, memory = _free_bytes(next(iter(self.folders.values()))), psutil.virtual_memory().available
+            if self.tier == "auto":
+                self.tier, why = choose_tier(total=self.nbytes, missing=to_write, memory=memory, disk=disk)
+                _say(f"frames of {self.meta.root.name}: {format_bytes(self.nbytes)}, tier {self.tier!r} because {why}")
+            if self.tier == "ram":
+                self._build_memory(memory)
+            elif self.tier == "disk" and to_write > disk:
+                self._fall_back(f"{format_bytes(to_write)} to write, {format_bytes(disk)} free")
+            elif self.tier == "disk":
+                self._build_disk(missing, disk)
+            self._built = True
+
+    def _build_memory(self, memory: int) -> None:
+        if self.nbytes > memory:
+            raise DataError(
+                f"{self.meta.root}: the frames take {format_bytes(self.nbytes)}, the memory has {format_bytes(memory)}",
+                hint="use cache tier disk, pool or auto, or a smaller image size",
+            )
+        arrays: dict[tuple[int, str], np.ndarray] = {}
+
+        def keep(key: tuple[int, str]) -> None:
+            stored = self._load(key)
+            arrays[key] = self._decode(key) if stored is None else np.array(stored)
+
+        self._run(self._keys(), keep, "memory")
+        self._frames.update(arrays)
+
+    def _build_disk(self, missing: Sequence[tuple[int, str]], free: int) -> None:
+        try:
+            for folder in self.folders.values():
+                folder.mkdir(parents=True, exist_ok=True)
+                _remove_leftovers(folder)
+            if missing:
+                # Each builder begins somewhere else, so that two at once share most of the work.
+                begin = random.randrange(len(missing))
+                where = f"{next(iter(self.folders.values())).parent} ({format_bytes(free)} free)"
+                self._run([*missing[begin:], *missing[:begin]], self._decode_to_disk, where)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise DataError(
+                    f"the frame cache cannot be written ({error})",
+                    hint="set PIRL_HOME (or the cache folder) to a folder you may write to, or use cache tier pool",
+                ) from error
+            self._fall_back(str(error))
+
+    def _fall_back(self, why: str) -> None:
+        folder = next(iter(self.folders.values())).parent
+        self.tier = "pool"
+        warnings.warn(
+            f"the disk is too full for the frame cache in {folder} ({why}): frames are decoded when needed, which is "
+            "slower. Free some space or set PIRL_HOME to a larger disk, and the next run goes on from here",
+            PirlWarning,
+            stacklevel=2,
+        )
+
+    def _decode_to_disk(self, key: tuple[int, str]) -> None:
+        if not self._is_complete(key):  # another builder may have been here
+            write_array(self.path(*key), self._decode(key))
+
+    def _run(self, keys: Sequence[tuple[int, str]], work: Callable[[tuple[int, str]], None], where: str) -> None:
+        frames = sum(self._shape(key)[0] for key in keys)
+        size = format_bytes(sum(map(self._bytes, keys)))
+        _say(f"frames of {self.meta.root.name}: decoding {frames} frames, {size}, into {where}")
+        pool = ThreadPoolExecutor(self.config.workers or os.cpu_count() or 1, thread_name_prefix="decode")
+        try:
+            _follow({pool.submit(work, key): self._shape(key)[0] for key in keys})
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _keys(self) -> list[tuple[int, str]]:
+        return [(position, camera) for camera in self.folders for position in range(len(self.meta.episodes))]
+
+    def _shape(self, key: tuple[int, str]) -> tuple[int, ...]:
+        position, camera = key
+        return (self.meta.episodes[position].length, *video.frame_size(self.meta, camera, self.size), 3)
+
+    def _bytes(self, key: tuple[int, str]) -> int:
+        return math.prod(self._shape(key))
+
+    def _is_complete(self, key: tuple[int, str]) -> bool:
+        try:
+            return self.path(*key).stat().st_size == len(_header(self._shape(key))) + self._bytes(key)
+        except OSError:
+            return False
+
+    def _load(self, key: tuple[int, str]) -> np.ndarray | None:
+        return np.load(self.path(*key), mmap_mode="r") if self._is_complete(key) else None
+
+    def _decode(self, key: tuple[int, str]) -> np.ndarray:
+        position, camera = key
+        return video.read_frames(self.meta, self.meta.episodes[position], camera, size=self.size, method=self.method)
+
+
+def write_array(path: Path, array: UInt8[np.ndarray, "..."]) -> None:
+    """Write an `.npy` file that exists whole or not at all, even after a power cut."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(_header(array.shape))
+            file.write(np.ascontiguousarray(array).data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _header(shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Temporary files of builders that were killed; a living one is never a day on one episode."""
+    for leftover in folder.glob(".*.tmp"):
+        if time.time() - leftover.stat().st_mtime > _DAY:
+            leftover.unlink(missing_ok=True)
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _follow(frames: Mapping[Future[None], int]) -> None:
+    """Wait for all, with a bar and the time left on a terminal, a line every now and then elsewhere."""
+    console, total, done, began = Console(stderr=True), sum(frames.values()), 0, time.monotonic()
+    said = began
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("decoding frames", total=total)
+        for future in as_completed(frames):
+            future.result()
+            done += frames[future]
+            progress.advance(task, frames[future])
+            now = time.monotonic()
+            if not console.is_terminal and now - said > _PLAIN_INTERVAL:
+                said = now
+                left = (now - began) / done * (total - done)
+                _say(f"decoded {done} of {total} frames, about {left:.0f} s left")
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_bytes(count: int) -> str:
+    """A size for people."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 1000:.1f} kB"

@@ -1,0 +1,311 @@
+"""Q-chunks: from episodes and start rows to the numbers of a batch. Pure and vectorised, NumPy only.
+
+A chunk starts at row t of an episode of T rows and spans `horizon` H actions, of which the critic scores the first
+`critic_horizon` h. Nothing ever crosses an episode's end. Two rules say what the critic learns near one:
+
+`pad` (default). The chunk stops at the first terminated step, L = that step + 1, and the target is the reward alone.
+Without one, L = min(h, T-1-t) and the target bootstraps from s_{t+L}. The -1 is deliberate: LeRobot stores no
+observation after the last action, so when a recording is cut (truncated, or just over) inside or exactly at the end
+of a chunk, s_T does not exist. Bootstrapping from s_{T-1} with exponent T-t, or taking the cut for a terminal state,
+would both be biased. Going back one step is not: the rewards before T-1 plus γ^{T-1-t} V(s_{T-1}) are an honest return
+of the executed prefix. What is lost is the last reward of a cut episode, and its last row as a start: there L = 0, the
+target would be the value of the very state being learned, and the sample's `sequence_mask` is 0. (A success that ends
+the episode loses nothing: it needs no s_T.)
+
+`drop` (Q-chunking's own rule, for reproduction). R_j, M_j, T_j and valid_j at index h-1; a chunk that crosses the end
+gives the critic nothing, and rewards after a success in mid-episode still count. Q-chunking stores s_T; we do not,
+so the one chunk that ends exactly on a cut gives nothing either.
+
+The critic must not see where an episode ended: in rollouts a short chunk mostly means success, and a critic which can
+tell (zeros, a held last action, a mask) learns "short = good" instead of what the actions do. So the steps after the
+end are filled with what the policy meant to do (`Episode.intended`), and where nobody knows, with the same steps of
+another chunk of the batch. That last fill happens after normalisation (`fill_tails`): actions may be relative to the
+chunk's first state, and only in the normalised space is a borrowed row one the critic could have met anyway.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Float32, Int
+
+from pirl.data.config import Boundary
+from pirl.errors import DataError
+from pirl.records import Array, ChunkBatch, Episode
+
+_NEVER = np.iinfo(np.int64).max // 2  # a row number no table reaches, with room to add to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeTable:
+    """Episodes laid end to end; each row also knows how far the end and the next success are."""
+
+    state: Float32[Array, "N S"]
+    """Proprioception."""
+    actions: Float32[Array, "N A"]
+    """What was commanded."""
+    rewards: Float32[Array, "N"]
+    """Reward of the row's action."""
+    end: Int[Array, "N"]
+    """The row after the last one of this recording; a truncation in mid-episode ends it as well."""
+    terminated_at: Int[Array, "N"]
+    """The first terminated row from here to `end`; a huge number where there is none."""
+    plan_length: Int[Array, "N"]
+    """How many steps of the intended chunk are known; 0 without one."""
+    mc_return: Float32[Array, "N"]
+    """Discounted return until the task terminates; NaN where the recording was cut."""
+    episode: Int[Array, "N"]
+    """Which episode of the table the row belongs to."""
+    starts: Int[Array, "E"]
+    """First row of each episode."""
+    lengths: Int[Array, "E"]
+    """Number of rows of each episode."""
+    intended: tuple[Array | None, ...]
+    """Each episode's intended chunks [T, H, A], or None."""
+    tasks: tuple[str, ...]
+    """Each episode's instruction."""
+    discount: float
+    """The discount per step that `mc_return` and every chunk of this table use."""
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+def tabulate(episodes: Sequence[Episode], *, discount: float) -> EpisodeTable:
+    """Lay episodes end to end. Refuses columns that do not fit together, naming the episode."""
+    if not episodes:
+        raise DataError(
+            "no episodes to build chunks from", hint="check the dataset's filters and its number of episodes"
+        )
+    for number, episode in enumerate(episodes):
+        _check_episode(number, episode, first=episodes[0])
+    lengths = np.array([len(episode) for episode in episodes])
+    starts = np.cumsum(lengths) - lengths
+    rows = np.arange(lengths.sum())
+    terminated = np.concatenate([episode.terminated for episode in episodes])
+    last = np.concatenate([episode.truncated for episode in episodes])
+    last[starts + lengths - 1] = True
+    end = _next_row(np.where(last, rows + 1, _NEVER))
+    terminated_at = _next_row(np.where(terminated, rows, _NEVER))
+    rewards = np.concatenate([episode.rewards for episode in episodes]).astype(np.float32, copy=False)
+    return EpisodeTable(
+        state=np.concatenate([episode.state for episode in episodes]).astype(np.float32, copy=False),
+        actions=np.concatenate([episode.actions for episode in episodes]).astype(np.float32, copy=False),
+        rewards=rewards,
+        end=end,
+        terminated_at=np.where(terminated_at < end, terminated_at, _NEVER),
+        plan_length=np.concatenate([_plan_lengths(episode) for episode in episodes]),
+        mc_return=_returns(rewards, terminated, last, discount),
+        episode=np.repeat(np.arange(len(episodes)), lengths),
+        starts=starts,
+        lengths=lengths,
+        intended=tuple(episode.intended for episode in episodes),
+        tasks=tuple(episode.task for episode in episodes),
+        discount=discount,
+    )
+
+
+def chunk_outcomes(
+    table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int, critic_horizon: int, boundary: Boundary
+) -> ChunkBatch:
+    """Everything of a batch that is neither observation nor action; the module's docstring has the two rules."""
+    steps = np.arange(horizon)
+    remaining = table.end[rows] - rows
+    to_terminated = table.terminated_at[rows] - rows
+    valid = steps < remaining[:, None]
+    rewards = np.where(valid, table.rewards[_inside(table, rows, horizon)], np.float32(0))
+    next_terminal = to_terminated < critic_horizon
+    if boundary == "pad":
+        length = np.where(next_terminal, to_terminated + 1, np.minimum(critic_horizon, remaining - 1))
+        learns = length > 0
+    else:
+        length = np.minimum(critic_horizon, remaining)
+        learns = (remaining > critic_horizon) | ((remaining == critic_horizon) & next_terminal)
+    discounts = table.discount ** np.arange(critic_horizon)
+    counted = rewards[:, :critic_horizon] * (steps[:critic_horizon] < length[:, None])
+    return ChunkBatch(
+        rewards=rewards,
+        masks=(steps < to_terminated[:, None]).astype(np.float32),
+        valid=valid.astype(np.float32),
+        terminals=(steps >= remaining[:, None] - 1).astype(np.float32),
+        next_terminal=next_terminal.astype(np.float32),
+        sequence_mask=learns.astype(np.float32),
+        length=length.astype(np.int32),
+        reward_sum=(counted @ discounts).astype(np.float32),
+        mc_return=table.mc_return[rows],
+    )
+
+
+def bootstrap_rows(table: EpisodeTable, rows: Int[Array, "B"], length: Int[Array, "B"]) -> Int[Array, "B"]:
+    """Where the target bootstraps: row t + L, or the last of the episode where the target does not bootstrap."""
+    return np.minimum(rows + length, table.end[rows] - 1)
+
+
+def chunk_actions(table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int) -> Float32[Array, "B H A"]:
+    """The raw actions of each chunk; after the end what was intended, and after that the last action again.
+
+    The repetition is what OpenPI trains on, is masked by `valid`, and never reaches the critic (`fill_tails`).
+    """
+    actions = table.actions[_inside(table, rows, horizon)]
+    remaining = table.end[rows] - rows
+    planned = np.minimum(table.plan_length[rows], horizon)
+    for sample in np.flatnonzero(planned > remaining):
+        row, first, last = rows[sample], remaining[sample], planned[sample]
+        episode = table.episode[row]
+        plans = table.intended[episode]
+        assert plans is not None  # plan_length says so
+        plan = plans[row - table.starts[episode]]
+        actions[sample, first:last] = plan[first:last]
+        actions[sample, last:] = plan[last - 1]
+    return actions
+
+
+def known_steps(table: EpisodeTable, rows: Int[Array, "B"], *, critic_horizon: int) -> Int[Array, "B"]:
+    """How many of the critic's steps were executed or at least intended; the rest has to be borrowed."""
+    return np.minimum(critic_horizon, np.maximum(table.end[rows] - rows, table.plan_length[rows]))
+
+
+def choose_donors(known: Int[Array, "B"], rng: np.random.Generator, *, critic_horizon: int) -> Int[Array, "B"]:
+    """For each chunk the chunk of the same batch that lends its tail: itself where all steps are known.
+
+    Donors are drawn from the chunks that are known to the end, else (none in the batch) from all others. The number
+    of random draws is that of the batch, whatever it holds, so that later draws do not depend on the data.
+    """
+    size = len(known)
+    draws = rng.random(size)
+    donors = np.arange(size)
+    needy = np.flatnonzero(known < critic_horizon)
+    whole = np.flatnonzero(known >= critic_horizon)
+    if len(whole):
+        donors[needy] = whole[(draws[needy] * len(whole)).astype(np.int64)]
+    elif size > 1:
+        donors[needy] = (needy + 1 + (draws[needy] * (size - 1)).astype(np.int64)) % size
+    return donors
+
+
+def fill_tails(chunks: Float[Array, "S h A"], known: Int[Array, "S"], donors: Int[Array, "B"]) -> Float[Array, "B h A"]:
+    """The first B chunks, each with its unknown steps replaced by the same steps of chunk number `donors[i]`.
+
+    A donor that is itself too short (no chunk of the batch is whole) lends its known steps in turn.
+    """
+    filled = chunks[: len(donors)].copy()
+    steps = np.arange(chunks.shape[1])
+    needy = np.flatnonzero(known[: len(donors)] < len(steps))
+    lender = donors[needy, None]
+    lent = chunks[lender, steps % known[lender]]
+    unknown = steps >= known[needy, None]
+    filled[needy] = np.where(unknown[..., None], lent, filled[needy])
+    return filled
+
+
+def validate_qchunking_batch_format(batch: ChunkBatch, *, next_observations: bool = True) -> None:
+    """Check keys, shapes and kinds of numbers of a batch; works on host and device arrays alike."""
+    actions = _need(batch, "actions", ("B", "H", "A"), "f", {})
+    size, horizon, action_dim = actions.shape
+    sizes = {"B": size, "H": horizon, "A": action_dim}
+    critic = _need(batch, "critic_actions", ("B", "h", "A"), "f", sizes)
+    if critic.shape[1] > horizon:
+        raise DataError(
+            f"batch['critic_actions'] has shape {critic.shape}, more than the {horizon} steps of a chunk",
+            hint="critic_horizon must not exceed horizon",
+        )
+    for key in ("rewards", "masks", "valid", "terminals"):
+        _need(batch, key, ("B", "H"), "f", sizes)
+    for key in ("next_terminal", "sequence_mask", "reward_sum", "mc_return"):
+        _need(batch, key, ("B",), "f", sizes)
+    _need(batch, "length", ("B",), "i", sizes)
+    for key in ("observations", "next_observations") if next_observations else ("observations",):
+        if key not in batch:
+            raise DataError(f"batch has no {key!r}; it has {sorted(batch)}", hint="build batches with ACRLPDDataLoader")
+        _validate_observations(batch[key], key, size)  # type: ignore[literal-required]
+
+
+def _validate_observations(observations: object, name: str, size: int) -> None:
+    if not isinstance(observations, dict):
+        raise DataError(f"batch[{name!r}] is {type(observations).__name__}, not a dict of arrays")
+    sizes = {"B": size, "3": 3}
+    _need(observations, "state", ("B", "S"), "f", sizes, name)
+    images, masks = observations.get("image", {}), observations.get("image_mask", {})
+    if set(images) != set(masks):
+        raise DataError(f"batch[{name!r}] has pictures of {sorted(images)} but masks for {sorted(masks)}")
+    for camera in images:
+        _need(images, camera, ("B", "h", "w", "3"), "u", sizes, f"{name}.image")
+        _need(masks, camera, ("B",), "b", sizes, f"{name}.image_mask")
+    if "tokenized_prompt" in observations or "tokenized_prompt_mask" in observations:
+        tokens = _need(observations, "tokenized_prompt", ("B", "L"), "i", sizes, name)
+        _need(observations, "tokenized_prompt_mask", ("B", "L"), "b", {"L": tokens.shape[1], **sizes}, name)
+
+
+def _need(tree: object, key: str, shape: tuple[str, ...], kind: str, sizes: dict[str, int], where: str = "") -> Any:
+    """The array under `key`, if its shape and kind (f, i, u or b) are right; letters without a size are free."""
+    name = f"batch['{where}.{key}']" if where else f"batch[{key!r}]"
+    wanted = "[" + ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in shape) + "]"
+    array = tree.get(key) if isinstance(tree, dict) else None
+    if array is None:
+        raise DataError(f"{name} is missing; it needs shape {wanted}", hint="build batches with ACRLPDDataLoader")
+    fits = len(array.shape) == len(shape) and all(
+        sizes.get(letter, n) == n for letter, n in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        raise DataError(f"{name} has shape {tuple(array.shape)}, it needs {wanted}")
+    if np.dtype(array.dtype).kind != kind:
+        kinds = {"f": "floating-point", "i": "signed integer", "u": "unsigned integer", "b": "boolean"}
+        raise DataError(f"{name} has dtype {array.dtype}, it needs {kinds[kind]} numbers of shape {wanted}")
+    return array
+
+
+def _inside(table: EpisodeTable, rows: Int[Array, "B"], horizon: int) -> Int[Array, "B H"]:
+    """Row numbers t .. t+H-1, held at the last row of the episode."""
+    return np.minimum(rows[:, None] + np.arange(horizon), table.end[rows][:, None] - 1)
+
+
+def _next_row(marks: Int[Array, "N"]) -> Int[Array, "N"]:
+    """For every row the nearest mark from it on."""
+    return np.minimum.accumulate(marks[::-1])[::-1]
+
+
+def _plan_lengths(episode: Episode) -> Int[Array, "T"]:
+    """Known leading steps of each intended chunk: a plan that was shorter than H ends in NaN."""
+    if episode.intended is None:
+        return np.zeros(len(episode), np.int64)
+    known = ~np.isnan(episode.intended).any(axis=-1)
+    return np.logical_and.accumulate(known, axis=1).sum(axis=1)
+
+
+def _returns(
+    rewards: Float[Array, "N"], terminated: Bool[Array, "N"], last: Bool[Array, "N"], discount: float
+) -> Float32[Array, "N"]:
+    """Discounted returns, from the back; a recording that stops without terminating has none (NaN)."""
+    returns, following = np.empty(len(rewards)), np.nan
+    columns = zip(rewards.tolist(), terminated.tolist(), last.tolist(), strict=True)
+    for row, (reward, done, cut) in reversed(list(enumerate(columns))):
+        following = reward + discount * (0.0 if done else np.nan if cut else following)
+        returns[row] = following
+    return returns.astype(np.float32)
+
+
+def _check_episode(number: int, episode: Episode, *, first: Episode) -> None:
+    """Columns of equal length and, over all episodes, vectors of equal size."""
+    steps = len(episode)
+    wanted: dict[str, tuple[int, ...]] = {
+        "rewards": (steps,),
+        "terminated": (steps,),
+        "truncated": (steps,),
+        "state": (steps, *first.state.shape[1:]),
+        "actions": (steps, *first.actions.shape[1:]),
+    }
+    for name, shape in wanted.items():
+        found = getattr(episode, name).shape
+        if found != shape or steps == 0:
+            raise DataError(
+                f"episode {number} ({episode.task!r}): {name} has shape {found}, "
+                f"expected {shape if steps else 'at least one step'}",
+                hint="all columns of an episode have its length, and all episodes the same vector sizes",
+            )
+    plans = episode.intended
+    if plans is not None and (plans.ndim != 3 or len(plans) != steps or plans.shape[2:] != first.actions.shape[1:]):
+        raise DataError(
+            f"episode {number} ({episode.task!r}): intended has shape {plans.shape}, "
+            f"expected ({steps}, H, {first.actions.shape[1]})"
+        )

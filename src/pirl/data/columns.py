@@ -1,0 +1,167 @@
+"""LeRobot features: what a frame must hold, and how a column of it is stored in parquet.
+
+The parquet schema carries Hugging Face's own description beside Arrow's, so that `datasets` reads the files: version 3
+(what reads v2.1) knows "Sequence", version 4 (what reads v3.0) knows "List".
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Shaped
+
+from pirl.errors import DataError
+
+V21: Final = "v2.1"
+V30: Final = "v3.0"
+
+STANDARD_FEATURES: dict[str, dict[str, Any]] = {
+    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
+    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
+    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
+    "index": {"dtype": "int64", "shape": [1], "names": None},
+    "task_index": {"dtype": "int64", "shape": [1], "names": None},
+}
+"""The columns every LeRobot dataset has; the writer fills them in."""
+
+_NUMERIC = {"bool": pa.bool_(), "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64()}
+_NUMERIC |= {f"{sign}int{bits}": getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+_PICTURE_DTYPES = ("image", "video")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One feature of a dataset."""
+
+    key: str
+    """Its name, e.g. observation.state."""
+    dtype: str
+    """A NumPy dtype, or one of string, image (PNG in the parquet) and video (mp4 beside it)."""
+    shape: tuple[int, ...]
+    """Of one frame's value. Pictures are always height, width, 3, whichever order info.json lists."""
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether a frame's value is a picture."""
+        return self.dtype in _PICTURE_DTYPES
+
+    @property
+    def is_scalar(self) -> bool:
+        """LeRobot stores features of shape (1,) as plain scalars."""
+        return self.shape == (1,)
+
+
+def parse_features(features: Mapping[str, Any]) -> tuple[Column, ...]:
+    """The columns that LeRobot's feature dictionary describes; refuses what the format cannot hold."""
+    if not features:
+        raise DataError(
+            "the dataset has no features",
+            hint='describe each as in info.json: {"action": {"dtype": "float32", "shape": [14], "names": None}}',
+        )
+    return tuple(_parse(key, feature) for key, feature in features.items())
+
+
+def _parse(key: str, feature: Any) -> Column:
+    if not key or "/" in key or "\\" in key or not key.strip("."):
+        raise DataError(f"feature name {key!r} cannot be stored", hint="use letters, digits, dots and underscores")
+    if not isinstance(feature, Mapping) or not {"dtype", "shape"} <= set(feature):
+        raise DataError(f"feature {key!r} is {feature!r}", hint='expected {"dtype": ..., "shape": ..., "names": ...}')
+    dtype, shape = str(feature["dtype"]), tuple(int(n) for n in feature["shape"])
+    known = (*_NUMERIC, "string", *_PICTURE_DTYPES)
+    if dtype not in known:
+        raise DataError(f"feature {key!r} has dtype {dtype!r}", hint=f"use one of {', '.join(known)}")
+    if dtype in _PICTURE_DTYPES:
+        if len(shape) == 3 and shape[2] != 3 and shape[0] == 3:  # OpenPI's ALOHA sets list channels first
+            shape = (*shape[1:], 3)
+        if len(shape) != 3 or shape[2] != 3 or min(shape) < 1:
+            raise DataError(f"{dtype} feature {key!r} has shape {shape}", hint="use (height, width, 3)")
+    elif not 1 <= len(shape) <= 5 or min(shape) < 1 or (dtype == "string" and shape != (1,)):
+        raise DataError(f"{dtype} feature {key!r} has shape {shape}", hint="use (1,) for a scalar, up to five axes")
+    return Column(key=key, dtype=dtype, shape=shape)
+
+
+def check_frame(columns: Sequence[Column], frame: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The frame's values as arrays of the columns' shapes and dtypes (strings as they are)."""
+    keys = [column.key for column in columns]
+    missing, unknown = [k for k in keys if k not in frame], [k for k in frame if k not in keys]
+    if missing or unknown:
+        expected = {column.key: column.shape for column in columns if column.key in missing}
+        found = {key: np.shape(frame[key]) for key in unknown}
+        raise DataError(
+            f"{where}: the frame lacks {expected or 'nothing'} and has the unknown {found or 'nothing'}",
+            hint=f"a frame of this dataset holds {', '.join(keys)}; the standard columns are added for you",
+        )
+    return {column.key: _check_value(column, frame[column.key], where=where) for column in columns}
+
+
+def _check_value(column: Column, value: Any, *, where: str) -> Shaped[np.ndarray, "*shape"] | str:
+    if column.dtype == "string":
+        if not isinstance(value, str):
+            raise DataError(f"{where}: {column.key!r} is {type(value).__name__}", hint="expected a str")
+        return value
+    array = np.asarray(value)
+    if array.shape != column.shape and not (column.is_scalar and array.shape == ()):
+        raise DataError(
+            f"{where}: {column.key!r} has shape {array.shape}, expected {column.shape}",
+            hint="pictures are (height, width, 3)" if column.is_picture else "one frame at a time, without batch axis",
+        )
+    dtype = np.dtype("uint8" if column.is_picture else column.dtype)
+    if array.dtype != dtype and (column.is_picture or not np.can_cast(array.dtype, dtype, "same_kind")):
+        raise DataError(
+            f"{where}: {column.key!r} of shape {array.shape} has dtype {array.dtype}, expected {dtype}",
+            hint="convert it on purpose: pictures to 0-255 integers, numbers with astype",
+        )
+    with np.errstate(over="ignore"):
+        # Pictures are consumed at once; numbers are kept, and robots hand out the same buffer every step.
+        stored = array.astype(dtype, copy=not column.is_picture)
+    if dtype.kind == "f" and not np.isfinite(stored).all():
+        bad = np.flatnonzero(~np.isfinite(stored.ravel()))
+        raise DataError(
+            f"{where}: {column.key!r} of shape {array.shape} is not finite at {bad[:8].tolist()}",
+            hint="one such value spoils the normalisation of the whole dataset; drop the frame or the episode",
+        )
+    if dtype.kind in "iu" and array.dtype != dtype and not (stored == array).all():
+        raise DataError(f"{where}: {column.key!r} holds {array.tolist()}", hint=f"that does not fit into {dtype}")
+    return stored.reshape(()) if column.is_scalar else stored
+
+
+def make_table(columns: Sequence[Column], values: Mapping[str, Any], *, version: str) -> pa.Table:
+    """The episode's rows, with Arrow's and Hugging Face's schema; video columns have no rows."""
+    stored = [column for column in columns if column.dtype != "video"]
+    arrays = [_arrow_array(column, values[column.key], version=version) for column in stored]
+    described = {column.key: _huggingface_type(column, version=version) for column in stored}
+    schema = pa.schema([(column.key, array.type) for column, array in zip(stored, arrays, strict=True)])
+    metadata = {"huggingface": json.dumps({"info": {"features": described}})}
+    return pa.table(arrays, schema=schema.with_metadata(metadata))
+
+
+def _arrow_array(column: Column, values: Any, *, version: str) -> pa.Array:
+    if column.dtype == "string":
+        return pa.array(values, pa.string())
+    if column.dtype == "image":
+        name = "frame_{:06d}.png" if version == V21 else "frame-{:06d}.png"
+        return pa.array([{"bytes": png, "path": name.format(i)} for i, png in enumerate(values)], _PICTURE)
+    array = np.asarray(values).astype(column.dtype)
+    flat: pa.Array = pa.array(array.ravel(), _NUMERIC[column.dtype])
+    if column.is_scalar:
+        return flat
+    if len(column.shape) == 1:
+        return pa.FixedSizeListArray.from_arrays(flat, column.shape[0])
+    for size in reversed(column.shape):  # `datasets` keeps its ArrayND features as nested lists
+        flat = pa.ListArray.from_arrays(np.arange(0, len(flat) + 1, size, dtype=np.int32), flat)
+    return flat
+
+
+def _huggingface_type(column: Column, *, version: str) -> dict[str, Any]:
+    if column.dtype == "image":
+        return {"_type": "Image"}
+    if column.is_scalar:
+        return {"dtype": column.dtype, "_type": "Value"}
+    if len(column.shape) == 1:
+        element = {"dtype": column.dtype, "_type": "Value"}
+        return {"feature": element, "length": column.shape[0], "_type": "Sequence" if version == V21 else "List"}
+    return {"shape": list(column.shape), "dtype": column.dtype, "_type": f"Array{len(column.shape)}D"}

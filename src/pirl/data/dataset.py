@@ -1,0 +1,318 @@
+"""LeRobot datasets as a source of episodes, several of them mixed, and a summary for people."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Float32, Int, UInt8
+
+from pirl import names
+from pirl.data import lerobot, outcomes, video
+from pirl.data.cache import CacheConfig, FrameCache, format_bytes
+from pirl.data.lerobot import DatasetMeta, EpisodeMeta, Feature
+from pirl.data.outcomes import Outcome, OutcomeRule
+from pirl.errors import ConfigError, DataError, PirlWarning, listing
+from pirl.records import Episode, EpisodeSource
+
+_MODEL_SIZE = 224
+
+
+class LeRobotSource:
+    """One LeRobot dataset. Numbers are read and checked at once; pictures are decoded when first asked for."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        cameras: Mapping[str, str],
+        state_key: str | Sequence[str] = names.LEROBOT_STATE,
+        action_key: str | Sequence[str] = names.LEROBOT_ACTION,
+        outcome: OutcomeRule | None = None,
+        image_size: int | None = _MODEL_SIZE,
+        resize: video.Resize = "fast",
+        cache: CacheConfig | None = None,
+    ) -> None:
+        """Open a dataset folder or repo id.
+
+        `cameras` maps the model's slots to the dataset's feature keys. Several state or action keys are joined.
+        """
+        self.meta = lerobot.read_meta(lerobot.resolve(path))
+        for key in cameras.values():
+            self.meta.camera(key)
+        self._keys = dict(cameras)
+        self.cache = FrameCache(
+            self.meta, tuple(dict.fromkeys(cameras.values())), size=image_size, method=resize, config=cache
+        )
+        self.columns = lerobot.read_columns(self.meta)
+        """Every low-dimensional column, as the dataset names it."""
+        self._state = _vectors(self.meta, self.columns, state_key)
+        self._actions = _vectors(self.meta, self.columns, action_key)
+        self._tasks = _tasks(self.meta, self.columns)
+        self.rule, self.outcomes = _outcomes(self.meta, self.columns, outcome or OutcomeRule())
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "E"]:
+        """Number of steps of each episode."""
+        return self.meta.lengths
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The model's slots that this dataset fills."""
+        return tuple(self._keys)
+
+    def __len__(self) -> int:
+        return len(self.meta.episodes)
+
+    def episode(self, index: int) -> Episode:
+        """Low-dimensional data of the episode at that position, as views of the arrays in memory."""
+        meta, outcome = self.meta.episodes[index], self.outcomes[index]
+        rows = slice(meta.start, meta.start + meta.length)
+        return Episode(
+            task=self._tasks[index],
+            state=self._state[rows],
+            actions=self._actions[rows],
+            rewards=outcome.rewards,
+            terminated=outcome.terminated,
+            truncated=outcome.truncated,
+            success=outcome.success,
+        )
+
+    def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
+        """Pictures of the episode at that position, by slot."""
+        return {slot: self.cache.frames(index, key) for slot, key in self._keys.items()}
+
+    def prepare(self) -> None:
+        """Decode now what `frames` would decode at its first call."""
+        self.cache.build()
+
+    def describe_outcomes(self) -> str:
+        """Which outcome rule applied, and what it found."""
+        return outcomes.describe(self.rule, self.outcomes, self.columns)
+
+
+class MixedSource:
+    """Several sources one after the other, with how often each episode is to be sampled."""
+
+    def __init__(self, sources: Sequence[EpisodeSource], weights: Sequence[float | int] | None = None) -> None:
+        """Mix the sources; `weights` are the shares of samples they give (equal shares if None)."""
+        if not sources:
+            raise ConfigError("a mixed source of no sources", hint="name at least one dataset")
+        shares = np.ones(len(sources)) if weights is None else np.asarray(weights, dtype=np.float64)
+        if shares.shape != (len(sources),) or not np.isfinite(shares).all() or (shares < 0).any() or not shares.any():
+            raise ConfigError(
+                f"weights are {weights} for {len(sources)} sources",
+                hint="give each source one finite weight, none negative, not all zero",
+            )
+        _check_alike(sources)
+        self.sources = tuple(sources)
+        self._ends = np.cumsum([len(source) for source in sources])
+        per_source = [
+            share * source.lengths / source.lengths.sum() for share, source in zip(shares, sources, strict=True)
+        ]
+        self._weights = np.concatenate(per_source) / shares.sum()
+
+    @property
+    def weights(self) -> Float[np.ndarray, "E"]:
+        """Probability of each episode: a source's share, spread over its episodes by their number of steps."""
+        return self._weights
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "E"]:
+        """Number of steps of each episode."""
+        return np.concatenate([source.lengths for source in self.sources])
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The cameras, which all sources share."""
+        return self.sources[0].cameras
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def episode(self, index: int) -> Episode:
+        """Low-dimensional data of one episode."""
+        source, local = self._locate(index)
+        return source.episode(local)
+
+    def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
+        """Pictures of one episode."""
+        source, local = self._locate(index)
+        return source.frames(local)
+
+    def _locate(self, index: int) -> tuple[EpisodeSource, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"episode {index} of {len(self)}")
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self.sources[which], index - int(self._ends[which]) + len(self.sources[which])
+
+
+def _check_alike(sources: Sequence[EpisodeSource]) -> None:
+    """One batch holds samples of all sources, so they must have the same cameras and vector sizes."""
+    first = sources[0].episode(0)
+    expected = (set(sources[0].cameras), first.state.shape[1], first.actions.shape[1])
+    for number, source in enumerate(sources):
+        episode = source.episode(0)
+        found = (set(source.cameras), episode.state.shape[1], episode.actions.shape[1])
+        if found != expected:
+            raise DataError(
+                f"source {number} has cameras {sorted(found[0])}, {found[1]} states and {found[2]} actions; "
+                f"source 0 has {sorted(expected[0])}, {expected[1]} and {expected[2]}",
+                hint="mix datasets of one robot, or bring them to one layout first",
+            )
+
+
+def _vectors(
+    meta: DatasetMeta, columns: Mapping[str, np.ndarray], keys: str | Sequence[str]
+) -> Float32[np.ndarray, "N D"]:
+    """Columns of numbers as float32 vectors, every one of them finite, side by side."""
+    parts = []
+    for key in (keys,) if isinstance(keys, str) else keys:
+        feature = meta.feature(key)
+        if not feature.is_column or feature.dtype == "string":
+            raise DataError(
+                f"{meta.root / lerobot.INFO_FILE}: feature {key!r} is {feature.dtype}, expected numbers",
+                hint="check the state key and the action key",
+            )
+        _check_finite(meta, columns[key], key)
+        parts.append(columns[key].reshape(len(columns[key]), -1))
+    return np.concatenate(parts, axis=1, dtype=np.float32)
+
+
+def _check_finite(meta: DatasetMeta, column: np.ndarray, key: str) -> None:
+    finite = np.isfinite(column).reshape(len(column), -1).all(axis=1)
+    if finite.all():
+        return
+    row = int(np.argmin(finite))
+    episode = next(one for one in meta.episodes if one.start <= row < one.start + one.length)
+    raise DataError(
+        f"{episode.data.path}: episode {episode.index}: {key} is not finite at frame {row - episode.start} "
+        f"({int((~finite).sum())} such rows in the dataset): {column[row]}",
+        hint="repair or remove the episode; one such value would spoil the normalisation and the training",
+    )
+
+
+def _tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    """The instruction of each episode: that of its first frame."""
+    tasks, changing = [], []
+    for episode in meta.episodes:
+        numbers = columns["task_index"][episode.start : episode.start + episode.length]
+        if (first := int(numbers[0])) not in meta.tasks:
+            raise DataError(
+                f"{episode.data.path}: episode {episode.index}: task_index is {first}, known are {sorted(meta.tasks)}",
+                hint="the list of tasks is incomplete: download or export the dataset again",
+            )
+        if (numbers != first).any():
+            changing.append(str(episode.index))
+        tasks.append(meta.tasks[first])
+    if changing:
+        warnings.warn(
+            f"{meta.root}: the task changes within {len(changing)} episodes, of which the first task is used for the "
+            f"whole episode; their numbers are\n{listing(changing)}",
+            PirlWarning,
+            stacklevel=3,
+        )
+    return tuple(tasks)
+
+
+def _outcomes(
+    meta: DatasetMeta, columns: Mapping[str, np.ndarray], rule: OutcomeRule
+) -> tuple[OutcomeRule, tuple[Outcome, ...]]:
+    """The rule that applies, and what it says of each episode."""
+    rule = outcomes.settle(rule, columns, where=str(meta.root))
+    used = outcomes.COLUMNS if rule.rule == "columns" else (names.NEXT_SUCCESS,)
+    known = {name: columns[name] for name in used if name in columns}
+    for name, column in known.items():
+        if column.ndim != 1:
+            raise DataError(
+                f"{meta.root / lerobot.INFO_FILE}: {name} has shape {meta.features[name].shape}, expected (1,)",
+                hint="store one value per frame, or declare an outcome rule and remove the feature",
+            )
+        _check_finite(meta, column, name)
+    labels: Mapping[int, bool] = {}
+    if rule.success_file is not None:
+        path = Path(rule.success_file).expanduser()
+        labels = outcomes.read_success_file(path, {episode.index for episode in meta.episodes})
+
+    def of(episode: EpisodeMeta) -> Outcome:
+        rows = {name: column[episode.start : episode.start + episode.length] for name, column in known.items()}
+        return outcomes.derive(rows, rule, length=episode.length, label=labels.get(episode.index))
+
+    return rule, tuple(of(episode) for episode in meta.episodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What there is to know about a dataset before training on it."""
+
+    root: Path
+    """Its folder."""
+    version: str
+    """Format."""
+    robot: str
+    """Robot type, as declared."""
+    fps: int | float
+    """Frames a second."""
+    lengths: Int[np.ndarray, "E"]
+    """Frames of each episode."""
+    features: Mapping[str, Feature]
+    """By key."""
+    cameras: tuple[str, ...]
+    """Keys of the features that are pictures."""
+    tasks: Mapping[str, int]
+    """Instruction, and the number of episodes that have it."""
+    outcomes: str
+    """What the outcome rule found, or what is missing to have one."""
+    stored_bytes: int
+    """Size of its data and video files."""
+    decoded_bytes: int
+    """Size of all frames, decoded to the model's size."""
+
+    def __str__(self) -> str:
+        frames = int(self.lengths.sum())
+        stored, decoded = format_bytes(self.stored_bytes), format_bytes(self.decoded_bytes)
+        width = max(map(len, self.features))
+        rows = [f"  {key:<{width}}  {one.dtype:<8} {one.shape}" for key, one in self.features.items()]
+        return "\n".join(
+            [
+                f"{self.root}: LeRobot {self.version}, robot {self.robot or 'unknown'}, {self.fps} fps",
+                f"{len(self.lengths)} episodes of {self.lengths.min()} to {self.lengths.max()} frames, {frames} in all "
+                f"({frames / self.fps:.1f} s)",
+                "features:",
+                *rows,
+                "tasks:",
+                *(f"  {count:>5} episodes  {task}" for task, count in self.tasks.items()),
+                f"cameras: {', '.join(self.cameras) or 'none'}",
+                self.outcomes,
+                f"{stored} on disk, {decoded} decoded for a model that sees {_MODEL_SIZE}x{_MODEL_SIZE}",
+            ]
+        )
+
+
+def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
+    """Read and check everything but the pictures."""
+    meta = lerobot.read_meta(lerobot.resolve(path))
+    lerobot.check_files(meta, meta.cameras)
+    columns = lerobot.read_columns(meta)
+    tasks = _tasks(meta, columns)
+    try:
+        rule, found = _outcomes(meta, columns, outcome or OutcomeRule())
+        said = outcomes.describe(rule, found, columns)
+    except DataError as error:
+        said = f"outcomes: {error}"
+    spans = [span for episode in meta.episodes for span in (episode.data, *episode.cameras.values())]
+    pixels = sum(np.prod(video.frame_size(meta, camera, _MODEL_SIZE)) for camera in meta.cameras)
+    return Inspection(
+        root=meta.root,
+        version=meta.version,
+        robot=meta.robot,
+        fps=meta.fps,
+        lengths=meta.lengths,
+        features=meta.features,
+        cameras=meta.cameras,
+        tasks={task: tasks.count(task) for task in dict.fromkeys(tasks)},
+        outcomes=said,
+        stored_bytes=sum(one.stat().st_size for one in {span.path for span in spans}),
+        decoded_bytes=int(pixels) * 3 * int(meta.lengths.sum()),
+    )

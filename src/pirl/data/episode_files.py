@@ -1,0 +1,341 @@
+"""Where an episode goes on disk in LeRobot's formats v2.1 and v3.0, and how it gets there all at once.
+
+An episode changes several files: parquet, videos, metadata. All of them are first written under `.writing/next`, at
+the path they will have. Renaming that folder to `.writing/commit` is the moment from which the episode exists; then the
+files are moved into place, metadata last and info.json at the very end, so a reader never sees metadata for data that
+is not there. After a crash before the rename the episode is gone, after it the next writer finishes the moves.
+
+In v3.0 many episodes share a file. Saving an episode writes the current file anew with the episode at its end (parquet
+row groups and video packets are copied, pictures are not encoded again), which costs at most a copy of a full file.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pirl.data.columns import V21, V30
+from pirl.data.encode import append_video, can_append, video_info
+from pirl.data.episode_stats import Stats, merge_stats
+from pirl.errors import DataError
+
+STAGE = ".writing"
+INFO = "meta/info.json"
+TASKS = {V21: "meta/tasks.jsonl", V30: "meta/tasks.parquet"}
+DATA_PATH = {
+    V21: "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    V30: "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+}
+VIDEO_PATH = {
+    V21: "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    V30: "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+}
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_PANDAS_INDEX = "__index_level_0__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """What the writer must know of a dataset to add an episode."""
+
+    info: dict[str, Any]
+    """info.json."""
+    tasks: dict[str, int]
+    """Instruction to task_index."""
+    stats: Stats
+    """v3.0: statistics over all episodes so far."""
+    episodes: pa.Table | None
+    """v3.0: the newest of the episode tables; None before the first episode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedEpisode:
+    """All that one episode adds to a dataset."""
+
+    task: str
+    """The instruction."""
+    table: pa.Table
+    """The parquet rows."""
+    videos: Mapping[str, Path]
+    """One finished mp4 per camera; they are moved away."""
+    stats: Stats
+    """Statistics of every numeric column and camera."""
+
+
+def read_metadata(root: Path, *, version: str) -> Metadata:
+    """The state of an existing dataset of that format."""
+    info = read_json(root / INFO)
+    if (found := info.get("codebase_version")) != version:
+        raise DataError(
+            f"{root} has format {found}, you ask for {version}", hint="write to another folder, or ask for that format"
+        )
+    if not info.get("total_episodes"):  # LeRobot writes info.json before the first episode
+        return Metadata(info=info, tasks={}, stats={}, episodes=None)
+    try:
+        return _read_v21(root, info) if version == V21 else _read_v30(root, info)
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise DataError(
+            f"{root}: the metadata cannot be read ({type(error).__name__}: {error})",
+            hint="the dataset is incomplete or damaged; restore it before adding to it",
+        ) from error
+
+
+def _read_v21(root: Path, info: dict[str, Any]) -> Metadata:
+    lines = (root / TASKS[V21]).read_text("utf-8").splitlines()
+    tasks = {entry["task"]: entry["task_index"] for entry in map(json.loads, filter(str.strip, lines))}
+    return Metadata(info=info, tasks=tasks, stats={}, episodes=None)
+
+
+def _read_v30(root: Path, info: dict[str, Any]) -> Metadata:
+    table = pq.read_table(root / TASKS[V30])
+    texts = table["task" if "task" in table.column_names else _PANDAS_INDEX].to_pylist()
+    tasks = dict(zip(texts, table["task_index"].to_pylist(), strict=True))
+    raw = read_json(root / "meta/stats.json")
+    stats = {key: {name: np.array(value) for name, value in column.items()} for key, column in raw.items()}
+    newest = max((root / "meta/episodes").glob("chunk-*/file-*.parquet"), key=_file_number)
+    episodes = pq.read_table(newest)
+    last = _last_row(episodes)
+    listed = {"total_episodes": last["episode_index"] + 1, "total_frames": last["dataset_to_index"]}
+    if listed != (said := {name: info[name] for name in listed}):
+        raise DataError(
+            f"{root}: info.json says {said}, {newest.relative_to(root)} ends with {listed}",
+            hint="the dataset was left half-written by another program; repair it before adding to it",
+        )
+    return Metadata(info=info, tasks=tasks, stats=stats, episodes=episodes)
+
+
+def stage_episode(root: Path, meta: Metadata, episode: FinishedEpisode) -> Metadata:
+    """Writes every file that changes with the episode under `.writing/next`; returns the metadata as it will be."""
+    recover(root)
+    staged = root / STAGE / "next"
+    tasks = {**meta.tasks}
+    tasks[episode.task] = next_task_index(tasks, episode.task)
+    info = _next_info(meta.info, episode, total_tasks=len(tasks))
+    after = Metadata(info=info, tasks=tasks, stats=meta.stats, episodes=meta.episodes)
+    stage = _stage_v21 if info["codebase_version"] == V21 else _stage_v30
+    after = stage(root, staged, after, episode)
+    write_json(staged / INFO, after.info)
+    return after
+
+
+def next_task_index(tasks: Mapping[str, int], task: str) -> int:
+    """The number of the task, or the one it will get."""
+    return tasks.get(task, max(tasks.values(), default=-1) + 1)
+
+
+def commit(root: Path) -> None:
+    """Makes the staged episode part of the dataset; `recover` then moves its files into place."""
+    staged = root / STAGE / "next"
+    for path in _files(staged):
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    staged.rename(root / STAGE / "commit")
+
+
+def recover(root: Path) -> None:
+    """Moves committed files into place and removes staged ones, whether this process wrote them or one that died."""
+    shutil.rmtree(root / STAGE / "next", ignore_errors=True)
+    pending = root / STAGE / "commit"
+    relative = (path.relative_to(pending) for path in _files(pending))
+    for path in sorted(relative, key=lambda path: (path.parts[0] == "meta", path == Path(INFO))):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(pending / path, root / path)
+    shutil.rmtree(pending, ignore_errors=True)
+
+
+def _next_info(info: Mapping[str, Any], episode: FinishedEpisode, *, total_tasks: int) -> dict[str, Any]:
+    episodes = info["total_episodes"] + 1
+    after = {**info, "total_episodes": episodes, "total_tasks": total_tasks, "splits": {"train": f"0:{episodes}"}}
+    after["total_frames"] += episode.table.num_rows
+    if info["codebase_version"] == V21:
+        after["total_videos"] += len(episode.videos)
+        after["total_chunks"] = (episodes - 1) // info["chunks_size"] + 1
+    described = {key: {"info": video_info(path)} for key, path in episode.videos.items() if episodes == 1}
+    after["features"] = {key: {**feature, **described.get(key, {})} for key, feature in info["features"].items()}
+    return after
+
+
+def _stage_v21(root: Path, staged: Path, meta: Metadata, episode: FinishedEpisode) -> Metadata:
+    index = meta.info["total_episodes"] - 1
+    place = {"episode_chunk": index // meta.info["chunks_size"], "episode_index": index}
+    pq.write_table(episode.table, _new_file(staged, meta.info["data_path"].format(**place)))
+    for key, video in episode.videos.items():
+        os.replace(video, _new_file(staged, meta.info["video_path"].format(video_key=key, **place)))
+    stats = {key: {name: value.tolist() for name, value in column.items()} for key, column in episode.stats.items()}
+    added = {"episode_index": index, "tasks": [episode.task], "length": episode.table.num_rows}
+    _append_line(root, staged, "meta/episodes.jsonl", added)
+    _append_line(root, staged, "meta/episodes_stats.jsonl", {"episode_index": index, "stats": stats})
+    lines = [{"task_index": number, "task": task} for task, number in meta.tasks.items()]
+    _new_file(staged, TASKS[V21]).write_text("".join(map(_json_line, lines)), "utf-8")
+    return meta
+
+
+def _stage_v30(root: Path, staged: Path, meta: Metadata, episode: FinishedEpisode) -> Metadata:
+    length, total = episode.table.num_rows, meta.info["total_frames"]
+    last = None if meta.episodes is None else _last_row(meta.episodes)
+    row: dict[str, Any] = {"episode_index": meta.info["total_episodes"] - 1, "tasks": [episode.task], "length": length}
+    row |= _stage_rows(root, staged, meta, episode.table, last)
+    row |= {"dataset_from_index": total - length, "dataset_to_index": total}
+    for key, video in episode.videos.items():
+        row |= _stage_video(root, staged, meta, key, video, last, length=length)
+    for key, column in episode.stats.items():
+        row |= {f"stats/{key}/{name}": value.tolist() for name, value in column.items()}
+
+    place, append = _place(root, meta, last, "meta/episodes", EPISODES_PATH.format)
+    episodes = pa.Table.from_pylist([row | _located("meta/episodes", place)])
+    if append and meta.episodes is not None:
+        episodes = pa.concat_tables([meta.episodes, episodes], promote_options="permissive")
+    stats = merge_stats([meta.stats, episode.stats])
+    pq.write_table(episodes, _new_file(staged, EPISODES_PATH.format(**place)))
+    pq.write_table(_tasks_table(meta.tasks), _new_file(staged, TASKS[V30]))
+    lists = {key: {name: value.tolist() for name, value in column.items()} for key, column in stats.items()}
+    write_json(staged / "meta/stats.json", lists)
+    return Metadata(info=meta.info, tasks=meta.tasks, stats=stats, episodes=episodes)
+
+
+def _place(
+    root: Path,
+    meta: Metadata,
+    last: Mapping[str, Any] | None,
+    prefix: str,
+    path_of: Callable[..., str],
+    *,
+    added: int = 0,
+    limit: str = "data_files_size_in_mb",
+) -> tuple[dict[str, int], bool]:
+    """Chunk and file for the next episode, and whether that file exists and is to be extended."""
+    if last is None:
+        return {"chunk_index": 0, "file_index": 0}, False
+    place = {name: last[f"{prefix}/{name}"] for name in ("chunk_index", "file_index")}
+    current = root / path_of(**place)
+    if not current.exists():
+        raise DataError(f"{current} is missing", hint="a dataset can only be continued where all of its files are")
+    if current.stat().st_size + added < meta.info[limit] * 2**20:
+        return place, True
+    return _following(place, meta.info["chunks_size"]), False
+
+
+def _following(place: Mapping[str, int], chunks_size: int) -> dict[str, int]:
+    if place["file_index"] + 1 < chunks_size:
+        return {"chunk_index": place["chunk_index"], "file_index": place["file_index"] + 1}
+    return {"chunk_index": place["chunk_index"] + 1, "file_index": 0}
+
+
+def _located(prefix: str, place: Mapping[str, int]) -> dict[str, int]:
+    return {f"{prefix}/{name}": value for name, value in place.items()}
+
+
+def _stage_rows(
+    root: Path, staged: Path, meta: Metadata, table: pa.Table, last: Mapping[str, Any] | None
+) -> dict[str, int]:
+    """One row group per episode, as LeRobot has it: a reader can fetch an episode alone."""
+    path_of = meta.info["data_path"].format
+    place, append = _place(root, meta, last, "data", path_of, added=table.nbytes)
+    path = path_of(**place)
+    with pq.ParquetWriter(_new_file(staged, path), table.schema) as writer:
+        if append:
+            with pq.ParquetFile(root / path) as existing:
+                for group in range(existing.num_row_groups):
+                    rows = existing.read_row_group(group).select(table.column_names).cast(table.schema)
+                    writer.write_table(rows, row_group_size=max(len(rows), 1))
+        writer.write_table(table, row_group_size=len(table))
+    return _located("data", place)
+
+
+def _stage_video(
+    root: Path,
+    staged: Path,
+    meta: Metadata,
+    key: str,
+    video: Path,
+    last: Mapping[str, Any] | None,
+    *,
+    length: int,
+) -> dict[str, Any]:
+    """Each camera fills its own files; times are frame counts over fps, not sums that drift."""
+    fps, prefix = meta.info["fps"], f"videos/{key}"
+    path_of = partial(meta.info["video_path"].format, video_key=key)
+    size = video.stat().st_size
+    place, append = _place(root, meta, last, prefix, path_of, added=size, limit="video_files_size_in_mb")
+    if append and not can_append(root / path_of(**place), video, fps=fps):
+        place, append = _following(place, meta.info["chunks_size"]), False
+    target = _new_file(staged, path_of(**place))
+    first = 0
+    if append:
+        first = append_video(root / path_of(**place), video, target, fps=fps)
+    else:
+        os.replace(video, target)
+    times = {"from_timestamp": first / fps, "to_timestamp": (first + length) / fps}
+    return _located(prefix, place) | {f"{prefix}/{name}": value for name, value in times.items()}
+
+
+def _tasks_table(tasks: Mapping[str, int]) -> pa.Table:
+    """LeRobot reads this table with pandas and looks tasks up by its index; hence the description of one."""
+    index = {"name": None, "field_name": _PANDAS_INDEX, "pandas_type": "object", "numpy_type": "str", "metadata": None}
+    number = {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
+    header = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "str"}
+    described = {
+        "index_columns": [_PANDAS_INDEX],
+        "column_indexes": [header | {"metadata": {"encoding": "UTF-8"}}],
+        "columns": [number | {"metadata": None}, index],
+        "attributes": {},
+        "creator": {"library": "pyarrow", "version": pa.__version__},
+        "pandas_version": "3.0.0",
+    }
+    schema = pa.schema([("task_index", pa.int64()), (_PANDAS_INDEX, pa.large_string())])
+    arrays = [pa.array(list(tasks.values()), pa.int64()), pa.array(list(tasks), pa.large_string())]
+    return pa.table(arrays, schema=schema.with_metadata({"pandas": json.dumps(described)}))
+
+
+def _last_row(episodes: pa.Table) -> dict[str, Any]:
+    names = [name for name in episodes.column_names if not name.startswith("stats/")]
+    return episodes.select(names).slice(len(episodes) - 1).to_pylist()[0]
+
+
+def _file_number(path: Path) -> tuple[int, int]:
+    return int(path.parent.name.removeprefix("chunk-")), int(path.stem.removeprefix("file-"))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _new_file(staged: Path, relative: str) -> Path:
+    path = staged / relative
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _append_line(root: Path, staged: Path, relative: str, value: Mapping[str, Any]) -> None:
+    before = (root / relative).read_text("utf-8") if (root / relative).exists() else ""
+    newline = "" if before.endswith("\n") or not before else "\n"
+    _new_file(staged, relative).write_text(before + newline + _json_line(value), "utf-8")
+
+
+def _json_line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; names the file if it is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}", hint="the dataset is damaged; restore this file") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__}, expected an object", hint="restore this file")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Laid out as LeRobot does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=4, ensure_ascii=False), "utf-8")

@@ -1,0 +1,424 @@
+"""From sources of episodes to Q-chunk batches: drawn by counter, gathered, prefetched, put on devices.
+
+Batch k is a function of (seed, k), the data, and for online runs of what the replay buffer holds when the batch is
+asked for. Every host of a job computes the draw of the whole batch and gathers only its rows, so the batch does not
+depend on how many hosts there are. Pictures are copied once, from where the source holds them into the batch, as
+uint8; whatever is cheaper on the device (padding, scaling, augmentation) is left to it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from pirl.data.chunks import (
+    bootstrap_rows,
+    choose_donors,
+    chunk_actions,
+    chunk_outcomes,
+    fill_tails,
+    known_steps,
+)
+from pirl.data.config import DataConfig
+from pirl.data.pool import (
+    DatasetStatistics,
+    FrameMemory,
+    MemoryPool,
+    Resident,
+    copy_frames,
+    dataset_statistics,
+    fingerprint,
+    row_generator,
+)
+from pirl.data.replay import MemorySource, ReplayBuffer, ReplayStream
+from pirl.errors import ConfigError, DataError
+from pirl.records import Array, ChunkBatch, EpisodeSource, Observations
+
+_Prepared = tuple[MemorySource | None, ChunkBatch]
+"""A batch, and the replay buffer's contents it may have been drawn from."""
+
+
+@runtime_checkable
+class LowDimTransform(Protocol):
+    """What the loader needs of a robot's transforms: raw numbers and text in, the model's inputs out."""
+
+    def low_dim(
+        self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
+    ) -> Mapping[str, Array]:
+        """Normalised `state` and `actions` (if given), and for models that read text the prompt's tokens and mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draw:
+    """A whole batch, over all hosts, before anything is copied."""
+
+    residents: Sequence[Resident]
+    """What is drawn from: offline data, the replay buffer, or both."""
+    part: Int[Array, "B"]
+    """Which of them each sample comes from."""
+    rows: Int[Array, "B"]
+    """The row it starts at."""
+    known: Int[Array, "B"]
+    """How many of the critic's steps it knows."""
+    donors: Int[Array, "B"]
+    """The sample that lends it the others."""
+
+    def by_part(self, samples: Int[Array, "n"]) -> Iterator[tuple[Resident, Int[Array, "m"]]]:
+        """The residents that are needed, each with the positions in `samples` it serves."""
+        for number, resident in enumerate(self.residents):
+            positions = np.flatnonzero(self.part[samples] == number)
+            if len(positions):
+                yield resident, positions
+
+
+class ACRLPDDataLoader:
+    """Endless Q-chunk batches. Use as a context manager: it owns threads.
+
+    `source` is the fixed (offline) data, `replay` what a run collects; at least one of them. Once `replay` holds
+    something, `config.online_fraction` of each batch is drawn from it. A batch prepared before an `append` is thrown
+    away and drawn again, so what is learned from never depends on how fast the threads are.
+
+    With `sharding` batches are global device arrays; the processes' rows follow each other in `host_id`'s order.
+    """
+
+    def __init__(
+        self,
+        source: EpisodeSource | None,
+        transform: LowDimTransform,
+        *,
+        config: DataConfig,
+        batch_size: int = 128,
+        horizon: int,
+        discount: float,
+        replay: ReplayBuffer | None = None,
+        next_observations: bool = True,
+        sharding: Any = None,
+        host_id: int = 0,
+        host_count: int = 1,
+    ) -> None:
+        self.critic_horizon = horizon if config.critic_horizon is None else config.critic_horizon
+        _check_arguments(source, replay, batch_size, horizon, self.critic_horizon, host_id, host_count)
+        self.config = config
+        self.batch_size = batch_size
+        self.horizon = horizon
+        self.cameras = (source if source is not None else replay).cameras  # type: ignore[union-attr]
+        self._transform = transform
+        self._pool: MemoryPool | None = None
+        if source is not None:
+            self._pool = MemoryPool(
+                source,
+                discount=discount,
+                seed=config.seed,
+                episodes_per_memory_pool=config.episodes_per_memory_pool if _decodes(source, config) else None,
+                steps_per_memory_pool=config.steps_per_memory_pool,
+                balance=config.balance,
+            )
+        self._replay = None if replay is None else ReplayStream(replay, discount=discount, balance=config.balance)
+        self._with_next = next_observations
+        self._sharding = sharding
+        self._mine = np.arange(batch_size).reshape(host_count, -1)[host_id]
+        self._memory = FrameMemory()
+        self._step = 0
+        self._ahead: _Prefetcher | None = None
+        self._fingerprint: str | None = None
+        self._began: float | None = None
+        self._waited = 0.0
+
+    @property
+    def step(self) -> int:
+        """How many batches have been handed out."""
+        return self._step
+
+    @property
+    def stall_fraction(self) -> float:
+        """Share of the time since the first batch (or `reset_stall`) that the caller spent waiting for batches."""
+        return 0.0 if self._began is None else self._waited / max(time.perf_counter() - self._began, 1e-9)
+
+    def reset_stall(self) -> None:
+        """Measure `stall_fraction` from now on, for example after compilation."""
+        self._began, self._waited = time.perf_counter(), 0.0
+
+    def sample_batch(self) -> ChunkBatch:
+        """The next batch. An error of the preparing thread is raised here, with its traceback."""
+        asked = time.perf_counter()
+        if self._began is None:
+            self._began = asked
+        contents, batch = self._next()
+        while contents is not self._replay_contents():
+            self._stop_prefetching()
+            contents, batch = self._next()
+        self._step += 1
+        self._waited += time.perf_counter() - asked
+        return batch
+
+    def __iter__(self) -> Iterator[ChunkBatch]:
+        while True:
+            yield self.sample_batch()
+
+    def refresh_memory_pool(self, epoch_seed: int) -> None:
+        """Shuffle the episodes into memory pools anew, from the next batch on; the same epoch seed, the same pools."""
+        self._stop_prefetching()
+        if self._pool is not None:
+            self._pool.refresh_memory_pool(epoch_seed)
+
+    def get_dataset_statistics(self) -> dict[str, DatasetStatistics]:
+        """What the data holds, of the whole sources and not of the pool alone: `offline` and `online`."""
+        statistics = {}
+        if self._pool is not None:
+            statistics["offline"] = dataset_statistics(self._pool.source)
+        if self._replay is not None:
+            statistics["online"] = dataset_statistics(self._replay.replay.snapshot())
+        return statistics
+
+    def state(self) -> dict[str, Any]:
+        """All that is needed to go on with the same batches, as plain JSON; the replay buffer saves itself."""
+        return {
+            "seed": self.config.seed,
+            "step": self._step,
+            "epoch_seed": 0 if self._pool is None else self._pool.epoch_seed,
+            "fingerprint": self._source_fingerprint(),
+            "replay": 0 if self._replay is None else self._replay.replay.appended,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. The replay buffer, if any, is restored before."""
+        mine = self.state()
+        wanted = {
+            "seed": "resume with the seed the run began with",
+            "fingerprint": "the datasets, their labels or their weights have changed; resume with the same data",
+            "replay": "restore the replay buffer of the same checkpoint first",
+        }
+        for key, hint in wanted.items():
+            if state[key] != mine[key]:
+                raise DataError(
+                    f"data position was saved with {key} {state[key]!r}, here it is {mine[key]!r}", hint=hint
+                )
+        self.refresh_memory_pool(int(state["epoch_seed"]))
+        self._step = int(state["step"])
+
+    def close(self) -> None:
+        """Stop all threads; the loader cannot be used afterwards."""
+        if self._ahead is not None:
+            self._ahead.stop()  # before the pool: what it is waiting for will not come
+        if self._pool is not None:
+            self._pool.close()
+        self._stop_prefetching()
+
+    def __enter__(self) -> "ACRLPDDataLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _source_fingerprint(self) -> str:
+        if self._fingerprint is None:
+            self._fingerprint = "" if self._pool is None else fingerprint(self._pool.source)
+        return self._fingerprint
+
+    def _replay_contents(self) -> MemorySource | None:
+        return None if self._replay is None else self._replay.replay.snapshot()
+
+    def _next(self) -> _Prepared:
+        if self.config.prefetch == 0:
+            return self._prepare(self._step)
+        if self._ahead is None:
+            self._ahead = _Prefetcher(self._prepare, first=self._step, depth=self.config.prefetch)
+        try:
+            return self._ahead.get()
+        except BaseException:
+            self._stop_prefetching()
+            raise
+
+    def _stop_prefetching(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _prepare(self, step: int) -> _Prepared:
+        contents = self._replay_contents()
+        batch = self._gather(self._draw(step))
+        return contents, batch if self._sharding is None else put_on_devices(batch, self._sharding)
+
+    def _draw(self, step: int) -> _Draw:
+        """Decide the whole batch, the same on every host.
+
+        Streams are mixed at random, so that every host and every micro-batch gets its share of both.
+        """
+        rng = row_generator(self.config.seed, step)
+        offline = None if self._pool is None else self._pool.resident(step)
+        online = None if self._replay is None else self._replay.resident(step)
+        if offline is None and online is None:
+            raise DataError("the replay buffer is empty and there is no dataset", hint="collect episodes first")
+        share = 0 if online is None else 1 if offline is None else self.config.online_fraction
+        count = round(share * self.batch_size)
+        streams = [(offline, self.batch_size - count), (online, count)]
+        drawn = [(resident, resident.draw(rng, n)) for resident, n in streams if resident is not None and n]
+        part = np.repeat(np.arange(len(drawn)), [len(rows) for _, rows in drawn])
+        rows = np.concatenate([rows for _, rows in drawn])
+        h = self.critic_horizon
+        known = np.concatenate([known_steps(resident.table, rows, critic_horizon=h) for resident, rows in drawn])
+        order = rng.permutation(self.batch_size)
+        return _Draw(
+            residents=[resident for resident, _ in drawn],
+            part=part[order],
+            rows=rows[order],
+            known=known[order],
+            donors=choose_donors(known[order], rng, critic_horizon=h),
+        )
+
+    def _gather(self, draw: _Draw) -> ChunkBatch:
+        """Copy this host's samples together; of other hosts' samples only the chunks that lend a tail are computed."""
+        mine, count, h = self._mine, len(self._mine), self.critic_horizon
+        lenders = draw.donors[mine]
+        foreign = np.setdiff1d(lenders, mine)
+        samples = np.concatenate([mine, foreign])
+        lent_by = np.where(np.isin(lenders, mine), lenders - mine[0], count + np.searchsorted(foreign, lenders))
+
+        columns, prompts = self._columns(draw, samples)
+        now = dict(self._transform.low_dim(columns.pop("state"), columns.pop("actions"), prompts))
+        chunks = now.pop("actions")
+        batch = ChunkBatch(
+            actions=chunks[:count], critic_actions=fill_tails(chunks[:, :h], draw.known[samples], lent_by)
+        )
+        next_state, next_rows = columns.pop("next_state")[:count], columns.pop("next_rows")[:count]
+        batch.update({name: column[:count] for name, column in columns.items()})  # type: ignore[typeddict-item]
+        views = {"observations": (draw.rows[mine], {name: column[:count] for name, column in now.items()})}
+        if self._with_next:
+            later = dict(self._transform.low_dim(next_state, None, prompts[:count]))
+            views["next_observations"] = (next_rows, later)
+        pictures = self._pictures(draw, [rows for rows, _ in views.values()])
+        for (name, (_, low_dim)), image in zip(views.items(), pictures, strict=True):
+            mask = {camera: np.ones(count, bool) for camera in image}
+            view = Observations(image=image, image_mask=mask, **low_dim)  # type: ignore[typeddict-item]
+            batch[name] = view  # type: ignore[literal-required]
+        return batch
+
+    def _columns(self, draw: _Draw, samples: Int[Array, "n"]) -> tuple[dict[str, Array], list[str]]:
+        """Raw numbers and instructions of the samples, in their order."""
+        columns: dict[str, Array] = {}
+        prompts = [""] * len(samples)
+        for resident, positions in draw.by_part(samples):
+            table, rows = resident.table, draw.rows[samples[positions]]
+            outcomes = chunk_outcomes(
+                table,
+                rows,
+                horizon=self.horizon,
+                critic_horizon=self.critic_horizon,
+                boundary=self.config.boundary,
+            )
+            next_rows = bootstrap_rows(table, rows, outcomes["length"])
+            found: dict[str, Any] = {
+                **outcomes,
+                "state": table.state[rows],
+                "actions": chunk_actions(table, rows, horizon=self.horizon),
+                "next_state": table.state[next_rows],
+                "next_rows": next_rows,
+            }
+            for position, episode in zip(positions.tolist(), table.episode[rows].tolist(), strict=True):
+                prompts[position] = table.tasks[episode]
+            if len(positions) == len(samples):
+                return found, prompts
+            for name, column in found.items():
+                if name not in columns:
+                    columns[name] = np.empty((len(samples), *column.shape[1:]), column.dtype)
+                elif columns[name].shape[1:] != column.shape[1:]:
+                    raise DataError(
+                        f"{name} has shape {columns[name].shape[1:]} in the dataset, {column.shape[1:]} in the replay",
+                        hint="both must come from the same robot",
+                    )
+                columns[name][positions] = column
+        return columns, prompts
+
+    def _pictures(self, draw: _Draw, rows: Sequence[Int[Array, "n"]]) -> list[dict[str, UInt8[Array, "_ _ _ 3"]]]:
+        """Pictures of this host's samples at each of `rows`: where the chunk starts, and where it bootstraps."""
+        images: list[dict[str, Array]] = [{} for _ in rows]
+        for resident, positions in draw.by_part(self._mine) if self.cameras else ():
+            copy_frames(resident, positions, rows, images, cameras=self.cameras, allocate=self._memory.take)
+        return images
+
+
+def put_on_devices(batch: ChunkBatch, sharding: Any) -> ChunkBatch:
+    """Global arrays from each process's rows; every leaf is split along its first axis."""
+    import jax
+
+    return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
+
+
+class _Prefetcher:
+    """A thread that prepares items in order, at most `depth` ahead."""
+
+    def __init__(self, prepare: Callable[[int], _Prepared], *, first: int, depth: int) -> None:
+        self._ready: queue.Queue[_Prepared | BaseException] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(prepare, first), name="pirl-prefetch", daemon=True)
+        self._thread.start()
+
+    def get(self) -> _Prepared:
+        """The next item; raises what its preparation raised."""
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def stop(self) -> None:
+        """Ask the thread to end, without waiting."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """End the thread, after the item at hand."""
+        self.stop()
+        while self._thread.is_alive():
+            try:
+                self._ready.get_nowait()  # it may be waiting for room
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def _run(self, prepare: Callable[[int], _Prepared], step: int) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(prepare(step))
+            except BaseException as error:
+                self._ready.put(error)
+                return
+            step += 1
+
+
+def _decodes(source: EpisodeSource, config: DataConfig) -> bool:
+    """Whether asking for pictures means decoding. Sources know best (`decodes`), because `auto` is settled there."""
+    return bool(getattr(source, "decodes", config.cache == "pool"))
+
+
+def _check_arguments(
+    source: EpisodeSource | None,
+    replay: ReplayBuffer | None,
+    batch_size: int,
+    horizon: int,
+    critic_horizon: int,
+    host_id: int,
+    host_count: int,
+) -> None:
+    if source is None and replay is None:
+        raise ConfigError("the loader has neither a dataset nor a replay buffer", hint="give it at least one of them")
+    if source is not None and replay is not None and set(source.cameras) != set(replay.cameras):
+        raise ConfigError(
+            f"the dataset has the cameras {source.cameras}, the replay buffer {replay.cameras}",
+            hint="record and collect with the same cameras, or select those both have",
+        )
+    if not 1 <= critic_horizon <= horizon:
+        raise ConfigError(
+            f"critic_horizon is {critic_horizon}, horizon is {horizon}",
+            hint="the critic scores at least one step and at most the whole chunk",
+        )
+    if batch_size < 1 or batch_size % host_count or not 0 <= host_id < host_count:
+        raise ConfigError(
+            f"a batch of {batch_size} on host {host_id} of {host_count}",
+            hint="the batch size must be a positive multiple of the number of hosts",
+        )

@@ -1,0 +1,200 @@
+"""Normalisation statistics: OpenPI's file, OpenPI's arithmetic, OpenPI's way of collecting them.
+
+A checkpoint is served with the `norm_stats.json` beside it, so what is written here is read by OpenPI, and what OpenPI
+wrote is read here. Any difference in arithmetic would move the robot.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.errors import DataError
+from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
+
+Array = np.ndarray
+
+EPSILON = 1e-6
+"""Keeps a dimension that never moves from dividing by zero; part of OpenPI's formula, also on the way back."""
+
+QUANTILE_BINS = 5000
+
+_HINT = (
+    "compute them with `pirl norm-stats <recipe>`, or copy assets/<asset_id>/norm_stats.json of an OpenPI checkpoint"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NormStats:
+    """Per-dimension statistics of `state` or `actions`, after the robot's own transforms and before padding."""
+
+    mean: Float[Array, "D"]
+    """Mean."""
+    std: Float[Array, "D"]
+    """Population standard deviation."""
+    q01: Float[Array, "D"] | None = None
+    """1 % quantile; π₀.₅ maps it to -1."""
+    q99: Float[Array, "D"] | None = None
+    """99 % quantile; π₀.₅ maps it to +1."""
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+
+def normalize(x: Float[Array, "*B D"], stats: NormStats, *, quantile: bool = False) -> Float[Array, "*B D"]:
+    """Z-score, or [q01, q99] to [-1, 1]. Statistics of more dimensions than x (padded ones) are cut to x."""
+    dim = x.shape[-1]
+    if len(stats) < dim:
+        raise DataError(f"normalisation statistics of {len(stats)} dimensions for data of {dim}", hint=_HINT)
+    if quantile:
+        low, high = _quantiles(stats)
+        return (x - low[:dim]) / (high[:dim] - low[:dim] + EPSILON) * 2.0 - 1.0
+    return (x - stats.mean[:dim]) / (stats.std[:dim] + EPSILON)
+
+
+def unnormalize(x: Float[Array, "*B D"], stats: NormStats, *, quantile: bool = False) -> Float[Array, "*B D"]:
+    """The inverse. Dimensions beyond the statistics are padding: mean 0 and std 1, or left alone by quantiles."""
+    dim = x.shape[-1]
+    known = min(dim, len(stats))
+    out = np.array(x, dtype=np.result_type(x, stats.mean))
+    if quantile:
+        low, high = (q[:known] for q in _quantiles(stats))
+        out[..., :known] = (x[..., :known] + 1.0) / 2.0 * (high - low + EPSILON) + low
+        return out
+    out[..., :known] = x[..., :known] * (stats.std[:known] + EPSILON) + stats.mean[:known]
+    out[..., known:] *= 1.0 + EPSILON
+    return out
+
+
+def _quantiles(stats: NormStats) -> tuple[Array, Array]:
+    if stats.q01 is None or stats.q99 is None:
+        raise DataError("normalisation statistics without q01 and q99, which quantile normalisation needs", hint=_HINT)
+    return stats.q01, stats.q99
+
+
+def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
+    """Read OpenPI's `norm_stats.json`; `path` is the file or the folder it is in."""
+    path = Path(path)
+    file = path if path.suffix == ".json" else path / NORM_STATS_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"no normalisation statistics at {file}", hint=_HINT) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{file} cannot be read as JSON: {error}", hint=_HINT) from error
+    entries = content.get("norm_stats") if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        raise DataError(f"{file} has no 'norm_stats' object at its top", hint=_HINT)
+    for key in (STATE, ACTIONS):
+        if key not in entries:
+            raise DataError(f"{file} has no statistics of {key!r}; it has {sorted(entries)}", hint=_HINT)
+    return {key: _parse_entry(entry, f"{file}: {key}") for key, entry in entries.items()}
+
+
+def _parse_entry(entry: object, where: str) -> NormStats:
+    if not isinstance(entry, dict):
+        raise DataError(f"{where} is {type(entry).__name__}, expected an object with mean and std", hint=_HINT)
+    fields: dict[str, Array] = {}
+    for name in ("mean", "std", "q01", "q99"):
+        values = entry.get(name)
+        if values is None:
+            if name in ("mean", "std"):
+                raise DataError(f"{where} has no {name!r}", hint=_HINT)
+            continue
+        try:
+            array = np.asarray(values, np.float64)
+        except (TypeError, ValueError):
+            raise DataError(f"{where}.{name} is not a list of numbers", hint=_HINT) from None
+        if array.ndim != 1 or not np.isfinite(array).all():
+            raise DataError(
+                f"{where}.{name} has shape {array.shape} and {int((~np.isfinite(array)).sum())} values that are not "
+                "finite; expected one finite number per dimension",
+                hint=_HINT,
+            )
+        fields[name] = array
+    lengths = {name: len(array) for name, array in fields.items()}
+    if len(set(lengths.values())) != 1:
+        raise DataError(f"{where} has statistics of different lengths: {lengths}", hint=_HINT)
+    return NormStats(**fields)
+
+
+def save_norm_stats(directory: str | Path, stats: Mapping[str, NormStats], *, overwrite: bool = False) -> Path:
+    """Write `norm_stats.json` into a folder, as OpenPI writes it; returns the file."""
+    file = Path(directory) / NORM_STATS_FILE
+    if file.exists() and not overwrite:
+        raise DataError(f"{file} exists", hint="delete it, or pass overwrite, to replace the statistics")
+    names = ("mean", "std", "q01", "q99")
+    entries = {
+        key: {name: None if (value := getattr(entry, name)) is None else value.tolist() for name in names}
+        for key, entry in stats.items()
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"norm_stats": entries}, indent=2, allow_nan=False), encoding="utf-8")
+    os.replace(partial, file)
+    return file
+
+
+class RunningStats:
+    """Statistics of vectors that arrive in batches, equal to OpenPI's to the last bit.
+
+    Quantiles come from histograms whose bins are laid anew whenever the range of the data grows, each old bin moving
+    as a whole by its left edge. They are therefore approximate and depend on the order of batches. The very first edges
+    lie 1e-10 outside the data and later ones on it, so the first re-binning drops what was in the lowest bin: kept,
+    because the point is that both programs give a dataset the same statistics.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean = self._mean_of_squares = self._min = self._max = np.zeros(0)
+        self._histograms: list[Array] = []
+        self._edges: list[Array] = []
+
+    def update(self, batch: Float[Array, "*B D"]) -> None:
+        """Take in one batch; every axis but the last counts as batch."""
+        batch = batch.reshape(-1, batch.shape[-1])
+        low, high = batch.min(axis=0), batch.max(axis=0)
+        mean, mean_of_squares = batch.mean(axis=0), (batch**2).mean(axis=0)
+        if self._count == 0:
+            self._mean, self._mean_of_squares, self._min, self._max = mean.copy(), mean_of_squares.copy(), low, high
+            self._edges = [_edges(a - 1e-10, b + 1e-10) for a, b in zip(low, high, strict=True)]
+            self._histograms = [np.zeros(QUANTILE_BINS) for _ in low]
+        elif len(low) != len(self._mean):
+            raise ValueError(f"a batch of {len(low)} dimensions after batches of {len(self._mean)}")
+        else:
+            grown = bool((low < self._min).any() or (high > self._max).any())
+            self._min, self._max = np.minimum(self._min, low), np.maximum(self._max, high)
+            if grown:
+                self._rebin()
+        self._count += len(batch)
+        share = len(batch) / self._count
+        self._mean += (mean - self._mean) * share
+        self._mean_of_squares += (mean_of_squares - self._mean_of_squares) * share
+        for i, (histogram, edges) in enumerate(zip(self._histograms, self._edges, strict=True)):
+            histogram += np.histogram(batch[:, i], bins=edges)[0]
+
+    def statistics(self) -> NormStats:
+        """Statistics of everything seen so far."""
+        if self._count < 2:
+            raise DataError(f"statistics of {self._count} vectors; expected at least 2", hint="is the dataset empty?")
+        std = np.sqrt(np.maximum(0, self._mean_of_squares - self._mean**2))
+        return NormStats(mean=self._mean.copy(), std=std, q01=self._quantile(0.01), q99=self._quantile(0.99))
+
+    def _rebin(self) -> None:
+        for i, (low, high) in enumerate(zip(self._min, self._max, strict=True)):
+            edges = _edges(low, high)
+            self._histograms[i] = np.histogram(self._edges[i][:-1], bins=edges, weights=self._histograms[i])[0]
+            self._edges[i] = edges
+
+    def _quantile(self, share: float) -> Array:
+        target = share * self._count
+        pairs = zip(self._histograms, self._edges, strict=True)
+        return np.array([edges[np.searchsorted(np.cumsum(histogram), target)] for histogram, edges in pairs])
+
+
+def _edges(low: float, high: float) -> Array:
+    return np.linspace(low, high, QUANTILE_BINS + 1)

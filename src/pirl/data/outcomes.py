@@ -1,0 +1,201 @@
+"""Rewards and ends of recorded episodes: what the dataset says, or what its owner declares.
+
+LeRobot's `next.done` means "the recording stopped here", for success and for time-outs alike. Taking it for a terminal
+state would teach the critic that running out of time is worth nothing, so what ended the task and what merely ended the
+recording are told apart here, once. Pure functions over one episode's columns.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float32, Shaped
+
+from pirl.errors import ConfigError, DataError
+from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
+
+Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
+"""`columns`: what the dataset recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 for
+every step, 0 at success. `auto`: the columns where there are some, else an error: nobody can guess an outcome."""
+
+COLUMNS = (NEXT_REWARD, NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutcomeRule:
+    """How rewards and ends are derived."""
+
+    rule: Rule = "auto"
+    """auto, columns, sparse_success, or step_penalty."""
+    success_file: str | None = None
+    """JSON or JSON lines that say which episodes succeeded: {"0": true, ...} or {"episode_index": 0, "success": true}.
+    With sparse_success and step_penalty; without it the column next.success decides, and without that every episode
+    counts as a success."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Rewards and end of one episode."""
+
+    rewards: Float32[np.ndarray, "T"]
+    """Reward of action t."""
+    terminated: Bool[np.ndarray, "T"]
+    """The task ended with action t."""
+    truncated: Bool[np.ndarray, "T"]
+    """The recording ended with action t, the task did not."""
+    success: bool | None
+    """None where nobody said."""
+
+
+def settle(rule: OutcomeRule, available: Collection[str], *, where: str) -> OutcomeRule:
+    """Replace `auto` by the rule that applies to a dataset with these columns, and refuse what cannot apply."""
+    found = [name for name in COLUMNS if name in available]
+    usable = NEXT_REWARD in found or NEXT_SUCCESS in found
+    if rule.success_file and rule.rule not in ("sparse_success", "step_penalty"):
+        raise ConfigError(
+            f"the outcome rule {rule.rule!r} has a success file but no reward shape",
+            hint="declare rule sparse_success (1 at success) or step_penalty (-1 per step, 0 at success)",
+        )
+    if rule.rule in ("auto", "columns") and not usable:
+        raise DataError(
+            f"{where}: no column {NEXT_REWARD} or {NEXT_SUCCESS}, so what its episodes achieved is unknown"
+            + (f" ({', '.join(found)} alone does not tell success from time-out)" if found else ""),
+            hint="declare an outcome rule: sparse_success if every episode is a successful demonstration, step_penalty "
+            "for -1 per step, either with a success_file if some episodes failed",
+        )
+    return OutcomeRule(rule="columns") if rule.rule == "auto" else rule
+
+
+def derive(
+    columns: Mapping[str, Shaped[np.ndarray, "T ..."]], rule: OutcomeRule, *, length: int, label: bool | None = None
+) -> Outcome:
+    """Rewards and end of one episode from its rows. `label` is its entry in the success file, None if it has none."""
+    rule = settle(rule, columns, where="the episode")
+    if rule.rule == "columns":
+        return _from_columns(columns, length)
+    return _declared(columns, rule, length, label)
+
+
+def _from_columns(columns: Mapping[str, np.ndarray], length: int) -> Outcome:
+    """What was recorded.
+
+    Only next.truncated tells a failure that ends the task from a time-out. Without it, an end that is no success is
+    taken for a time-out, since bootstrapping there is the smaller mistake.
+    """
+    reached, done, cut = (_flags(columns, name) for name in (NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED))
+    if NEXT_REWARD in columns:
+        rewards = columns[NEXT_REWARD].astype(np.float32)
+    else:
+        rewards = np.zeros(length, np.float32) if reached is None else reached.astype(np.float32)
+    paid = rewards > 0
+    if done is not None and cut is not None:
+        terminated = (done & ~cut) | (False if reached is None else reached)
+    elif reached is not None:
+        terminated = reached
+    else:
+        terminated = (_last(length) if done is None else done) & paid
+    if reached is not None:
+        success: bool | None = bool(reached.any())
+    elif (terminated & paid).any():
+        success = True
+    else:
+        ended = any(flags is not None and flags[-1] for flags in (done, cut))
+        success = False if ended else None
+    return _outcome(rewards, terminated, cut, success)
+
+
+def _declared(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int, label: bool | None) -> Outcome:
+    """The declared reward shape, with success from the file, else from its column, else taken for granted."""
+    if rule.success_file is not None:
+        success, reached = label, _last(length) & bool(label)
+    elif (recorded := _flags(columns, NEXT_SUCCESS)) is not None:
+        success, reached = bool(recorded.any()), recorded
+    else:
+        success, reached = True, _last(length)
+    rewards = reached.astype(np.float32) - np.float32(rule.rule == "step_penalty")
+    return _outcome(rewards, reached, None, success)
+
+
+def _outcome(
+    rewards: Float32[np.ndarray, "T"],
+    terminated: Bool[np.ndarray, "T"],
+    cut: Bool[np.ndarray, "T"] | None,
+    success: bool | None,
+) -> Outcome:
+    """Every episode ends in exactly one way: a last row that did not end the task ended the recording."""
+    truncated = _last(len(rewards)) if cut is None else cut | _last(len(rewards))
+    return Outcome(rewards=rewards, terminated=terminated, truncated=truncated & ~terminated, success=success)
+
+
+def _last(length: int) -> Bool[np.ndarray, "T"]:
+    return np.arange(length) == length - 1
+
+
+def _flags(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
+    return columns[name].astype(bool) if name in columns else None
+
+
+def read_success_file(path: Path, episodes: Collection[int]) -> dict[int, bool]:
+    """Success by episode_index. Episodes the file leaves out are unlabelled; episodes it invents are an error."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: the success file cannot be read ({error})", hint="check success_file") from error
+    labels: dict[int, bool] = {}
+    for index, success in _entries(path, text):
+        if index not in episodes:
+            raise DataError(
+                f"{path}: episode {index} is not in the dataset, which has {len(episodes)} episodes",
+                hint="episodes are named by their episode_index; is this the file of another dataset?",
+            )
+        if labels.setdefault(index, success) != success:
+            raise DataError(f"{path}: episode {index} is both a success and a failure", hint="remove one of the two")
+    return labels
+
+
+def _entries(path: Path, text: str) -> list[tuple[int, bool]]:
+    """(episode_index, success) pairs of a JSON object, a JSON list of objects, or one object a line."""
+    try:
+        try:
+            parsed: Any = json.loads(text)
+        except ValueError:
+            parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
+        pairs: list[tuple[int, bool]] = []
+        for entry in parsed if isinstance(parsed, list) else [parsed]:
+            named = "success" in entry and "episode_index" in entry
+            pairs += [(entry["episode_index"], entry["success"])] if named else [(int(k), v) for k, v in entry.items()]
+        for index, success in pairs:
+            if type(index) is not int or type(success) is not bool:
+                raise ValueError(f"episode_index {index!r}, success {success!r}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: not a success file ({error})",
+            hint='expected {"0": true, "1": false} or lines of {"episode_index": 0, "success": true}',
+        ) from error
+    return pairs
+
+
+def describe(rule: OutcomeRule, outcomes: Sequence[Outcome], available: Collection[str]) -> str:
+    """Which rule applied and what it found, in one sentence for people."""
+    if rule.rule == "columns":
+        source = "the columns " + ", ".join(name for name in COLUMNS if name in available)
+        if NEXT_REWARD not in available:
+            source += " (reward 1 at success)"
+    else:
+        shape = "reward 1 at success, else 0" if rule.rule == "sparse_success" else "reward -1 per step, 0 at success"
+        if rule.success_file:
+            decided = f"success from {rule.success_file}"
+        else:
+            decided = (
+                f"success from {NEXT_SUCCESS}" if NEXT_SUCCESS in available else "every episode taken for a success"
+            )
+        source = f"the rule {rule.rule} ({shape}; {decided})"
+    counts = [sum(outcome.success is kind for outcome in outcomes) for kind in (True, False, None)]
+    ends = sum(bool(outcome.terminated[-1]) for outcome in outcomes)
+    return (
+        f"outcomes from {source}: {counts[0]} episodes succeed, {counts[1]} fail, {counts[2]} unlabelled; "
+        f"{ends} end terminated, {len(outcomes) - ends} truncated"
+    )

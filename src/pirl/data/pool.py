@@ -1,0 +1,337 @@
+"""The memory pool: which episodes are resident, and which of their rows a batch starts from.
+
+Everything random is a function of a counter, never of what was drawn before: the rows of batch k depend on (seed, k),
+the episodes of pool p on (seed, epoch seed, p), and p on k. So a resumed run draws the batches the uninterrupted one
+would have drawn, and every host of a job computes the same draw and reads only its share.
+"""
+
+import hashlib
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from pirl.data.chunks import EpisodeTable, tabulate
+from pirl.errors import ConfigError, DataError
+from pirl.records import Array, Episode, EpisodeSource
+
+Frames = Mapping[str, UInt8[Array, "_ _ _ 3"]]
+"""The pictures of one episode, by camera."""
+
+_POOLS, _ROWS = 0, 1  # what a random stream is for: keeps the draws of pools and rows apart
+
+
+def row_generator(seed: int, step: int) -> np.random.Generator:
+    """The random numbers of batch `step`."""
+    return _generator(seed, _ROWS, step)
+
+
+def _generator(*counter: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(counter)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Episodes in memory, ready to be drawn from. Never changes once built, so any thread may read it."""
+
+    indices: Int[Array, "E"]
+    """Which episodes of the source these are."""
+    table: EpisodeTable
+    """Their low-dimensional rows."""
+    frames: Callable[[int], Frames]
+    """Pictures of episode number i of the table."""
+    mass: Float[Array, "E"]
+    """Running total over the episodes of their shares of the draws."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> Int[Array, "B"]:
+        """Start rows: an episode by its share, then one of its steps, each alike."""
+        point = rng.random(count) * self.mass[-1]
+        episode = np.searchsorted(self.mass, point, side="right")
+        before = np.where(episode > 0, self.mass[episode - 1], 0.0)
+        share = (point - before) / (self.mass[episode] - before)
+        lengths = self.table.lengths[episode]
+        return self.table.starts[episode] + np.minimum((share * lengths).astype(np.int64), lengths - 1)
+
+
+def copy_frames(
+    resident: Resident,
+    positions: Int[Array, "m"],
+    rows: Sequence[Int[Array, "n"]],
+    images: Sequence[dict[str, UInt8[Array, "_ _ _ 3"]]],
+    *,
+    cameras: Sequence[str],
+    allocate: Callable[[tuple[int, ...]], UInt8[Array, "_ _ _ 3"]],
+) -> None:
+    """Copy the pictures of samples `positions` into `images`: `images[k][camera][i]` is the picture at `rows[k][i]`.
+
+    All rows of a sample belong to one episode, which is asked for once. Arrays that are not there yet are allocated.
+    """
+    table = resident.table
+    episodes = table.episode[rows[0][positions]]
+    order = np.argsort(episodes, kind="stable")
+    for group in np.split(positions[order], np.flatnonzero(np.diff(episodes[order])) + 1):
+        episode = int(table.episode[rows[0][group[0]]])
+        frames, first = resident.frames(episode), table.starts[episode]
+        for camera in cameras:
+            pixels = frames[camera]
+            for image, at in zip(images, rows, strict=True):
+                if camera not in image:
+                    image[camera] = allocate((len(at), *pixels.shape[1:]))
+                target = image[camera]
+                _check_pixels(resident, episode, camera, pixels, size=target.shape[1:])
+                for position, step in zip(group.tolist(), (at[group] - first).tolist(), strict=True):
+                    target[position] = pixels[step]
+
+
+def _check_pixels(resident: Resident, episode: int, camera: str, pixels: Array, *, size: tuple[int, ...]) -> None:
+    """One picture per step, and all pictures of a camera of one size."""
+    steps = int(resident.table.lengths[episode])
+    if pixels.dtype != np.uint8 or pixels.shape != (steps, *size):
+        raise DataError(
+            f"episode {resident.indices[episode]} ({resident.table.tasks[episode]!r}): camera {camera} has pictures "
+            f"{pixels.dtype}{list(pixels.shape)}, expected uint8{[steps, *size]} as in other episodes",
+            hint="all datasets must be read at one picture size; rebuild the frame cache",
+        )
+
+
+class _Lease:
+    """Lends memory to an array: NumPy keeps it alive as long as the array or any view of it, and no longer."""
+
+    def __init__(self, array: Array) -> None:
+        self.__array_interface__ = array.__array_interface__
+
+
+class FrameMemory:
+    """Memory for pictures, used again once nobody refers to the array (or a view, or a device's alias) any more.
+
+    Touching fresh pages costs more than copying into them, and a batch is hundreds of megabytes.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Array]] = defaultdict(list)
+
+    def take(self, shape: tuple[int, ...]) -> UInt8[Array, "_ _ _ 3"]:
+        """An array with arbitrary content."""
+        size = int(np.prod(shape))
+        free = self._free[size]
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(size, np.uint8)
+        lease = _Lease(memory.reshape(shape))
+        weakref.finalize(lease, free.append, memory).atexit = False
+        return np.asarray(lease)
+
+
+def make_resident(
+    source: EpisodeSource,
+    indices: Int[Array, "E"],
+    *,
+    frames: Callable[[int], Frames],
+    discount: float,
+    weights: Float[Array, "E"] | None = None,
+    balance: bool = False,
+) -> Resident:
+    """Tabulate episodes and give each its share of the draws: `weights`, or its number of steps (uniform over rows).
+
+    `balance` makes successes and failures equally likely. It changes the state distribution the critic is trained on,
+    and with it every value where the outcome is uncertain (an even chance of success, whatever the policy's rate is):
+    useful to look at rare outcomes, off by default.
+    """
+    episodes = [source.episode(int(index)) for index in indices]
+    mass = np.array([len(episode) for episode in episodes], np.float64) if weights is None else weights
+    if balance:
+        mass = mass * _balancing([episode.success for episode in episodes], mass)
+    if not mass.sum() > 0:
+        raise DataError(f"all {len(indices)} episodes have weight 0", hint="give at least one source a positive weight")
+    return Resident(indices=indices, table=tabulate(episodes, discount=discount), frames=frames, mass=np.cumsum(mass))
+
+
+def _balancing(outcomes: list[bool | None], mass: Float[Array, "E"]) -> Float[Array, "E"]:
+    """Factors which give successes and failures the same total; nothing to balance without both."""
+    factors = np.ones(len(mass))
+    groups = [np.array([outcome is kind for outcome in outcomes]) for kind in (True, False)]
+    totals = [mass[group].sum() for group in groups]
+    if all(total > 0 for total in totals):
+        for group, total in zip(groups, totals, strict=True):
+            factors[group] = sum(totals) / (2 * total)
+    return factors
+
+
+class MemoryPool:
+    """A rotating set of resident episodes; the next one is decoded in the background while this one is used.
+
+    One pass over the source is one shuffle cut into pools of nearly equal size, so every episode is resident once per
+    pass. Two pools are in memory at a time. Without `episodes_per_memory_pool` everything is resident for good and
+    pictures are asked of the source whenever they are needed: right for sources that hold or map them.
+    Pools share the steps equally, and shares of the draws hold within a pool: with few episodes to a pool, a source's
+    share of all batches is only near its weight. Used by one thread at a time; `close` may be called from any.
+    """
+
+    def __init__(
+        self,
+        source: EpisodeSource,
+        *,
+        discount: float,
+        seed: int = 0,
+        episodes_per_memory_pool: int | None = 64,
+        steps_per_memory_pool: int = 500,
+        balance: bool = False,
+    ) -> None:
+        if len(source) == 0:
+            raise DataError("the source has no episodes", hint="check the dataset's path and its episode filter")
+        if steps_per_memory_pool < 1 or (episodes_per_memory_pool is not None and episodes_per_memory_pool < 1):
+            raise ConfigError(
+                f"a memory pool of {episodes_per_memory_pool} episodes for {steps_per_memory_pool} steps is empty",
+                hint="both must be at least 1; episodes_per_memory_pool = None keeps everything resident",
+            )
+        self.source = source
+        self.seed = seed
+        self.epoch_seed = 0
+        self._size = episodes_per_memory_pool
+        self._steps = steps_per_memory_pool
+        self._discount = discount
+        self._balance = balance
+        self._pools: dict[int, Future[Resident]] = {}
+        self._stop = threading.Event()
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="pirl-memory-pool")
+
+    @property
+    def pools_per_pass(self) -> int:
+        """How many pools it takes to have had every episode in memory once."""
+        return 1 if self._size is None else -(-len(self.source) // self._size)
+
+    def episodes(self, pool: int) -> Int[Array, "E"]:
+        """The episodes of pool number `pool`, in the source's order."""
+        if self.pools_per_pass == 1:
+            return np.arange(len(self.source))
+        shuffle, part = divmod(pool, self.pools_per_pass)
+        order = _generator(self.seed, _POOLS, self.epoch_seed, shuffle).permutation(len(self.source))
+        return np.sort(np.array_split(order, self.pools_per_pass)[part])
+
+    def resident(self, step: int) -> Resident:
+        """The pool batch `step` is drawn from; waits for its decoding, and starts that of the next one."""
+        pool = 0 if self.pools_per_pass == 1 else step // self._steps
+        wanted = [pool] if self.pools_per_pass == 1 else [pool, pool + 1]
+        for number in [number for number in self._pools if number not in wanted]:
+            self._pools.pop(number).cancel()
+        for number in wanted:
+            if number not in self._pools:
+                self._pools[number] = self._decoder.submit(self._load, self.episodes(number), self._stop)
+        return self._pools[pool].result()
+
+    def refresh_memory_pool(self, epoch_seed: int) -> None:
+        """Shuffle the episodes into pools anew, from the next batch on; the same epoch seed gives the same pools."""
+        self._stop.set()
+        self._stop = threading.Event()
+        self._pools.clear()
+        self.epoch_seed = epoch_seed
+
+    def close(self) -> None:
+        """Stop decoding, after the episode at hand."""
+        self._stop.set()
+        self._decoder.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, indices: Int[Array, "E"], stop: threading.Event) -> Resident:
+        weights = episode_weights(self.source)
+        frames = self._decode(indices, stop) if self._size is not None else self.source.frames
+        return make_resident(
+            self.source,
+            indices,
+            frames=frames,
+            discount=self._discount,
+            weights=None if weights is None else weights[indices],
+            balance=self._balance,
+        )
+
+    def _decode(self, indices: Int[Array, "E"], stop: threading.Event) -> Callable[[int], Frames]:
+        decoded = []
+        for index in indices:
+            if stop.is_set():
+                raise CancelledError("this memory pool is no longer wanted")
+            decoded.append(dict(self.source.frames(int(index))))
+        return decoded.__getitem__
+
+
+def episode_weights(source: EpisodeSource) -> Float[Array, "E"] | None:
+    """Each episode's share of the draws, for sources that have a say in it; they count length themselves."""
+    weights = getattr(source, "weights", None)
+    if weights is None:
+        return None
+    weights = np.asarray(weights, np.float64)
+    if weights.shape != (len(source),) or not np.all(np.isfinite(weights) & (weights >= 0)):
+        raise DataError(
+            f"weights of shape {weights.shape} for {len(source)} episodes, or one that is negative or not finite",
+            hint="a source's `weights` has one number >= 0 per episode",
+        )
+    return weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStatistics:
+    """What a source holds, counted over all its episodes."""
+
+    episodes: int
+    """Number of episodes."""
+    transitions: int
+    """Number of steps."""
+    shortest: int
+    """Steps of the shortest episode."""
+    longest: int
+    """Steps of the longest episode."""
+    successes: int
+    """Episodes labelled successful."""
+    failures: int
+    """Episodes labelled failed."""
+    terminated: int
+    """Episodes in which some step ended the task."""
+    truncated: int
+    """Episodes whose recording just stopped: the critic bootstraps there."""
+    mean_return: float
+    """Undiscounted sum of rewards, mean over episodes."""
+    tasks: Mapping[str, int]
+    """Episodes of each instruction."""
+
+
+def dataset_statistics(source: EpisodeSource) -> DatasetStatistics:
+    """Count what a source holds; reads the low-dimensional half of every episode."""
+    episodes = [source.episode(index) for index in range(len(source))]
+    terminated = sum(bool(episode.terminated.any()) for episode in episodes)
+    return DatasetStatistics(
+        episodes=len(episodes),
+        transitions=sum(map(len, episodes)),
+        shortest=min(map(len, episodes), default=0),
+        longest=max(map(len, episodes), default=0),
+        successes=sum(episode.success is True for episode in episodes),
+        failures=sum(episode.success is False for episode in episodes),
+        terminated=terminated,
+        truncated=sum(not bool(episode.terminated[-1]) for episode in episodes),
+        mean_return=float(np.mean([episode.rewards.sum() for episode in episodes])) if episodes else float("nan"),
+        tasks=dict(Counter(episode.task for episode in episodes)),
+    )
+
+
+def fingerprint(source: EpisodeSource) -> str:
+    """A hash of what batches are made of, except pictures: a resumed run must find the same data."""
+    digest = hashlib.blake2b(digest_size=16)
+    weights = episode_weights(source)
+    digest.update(repr(source.cameras).encode() + (b"" if weights is None else weights.tobytes()))
+    for index in range(len(source)):
+        digest.update(low_dim_digest(source.episode(index)))
+    return digest.hexdigest()
+
+
+def low_dim_digest(episode: Episode) -> bytes:
+    """A hash of one episode's low-dimensional half, sizes and kinds of numbers included."""
+    digest = hashlib.blake2b(repr((episode.task, episode.success)).encode(), digest_size=16)
+    columns = (episode.state, episode.actions, episode.rewards, episode.terminated, episode.truncated, episode.intended)
+    for column in columns:
+        if column is not None:
+            digest.update(f"{column.dtype.str}{column.shape}".encode())
+            digest.update(np.ascontiguousarray(column).data.cast("B") if column.size else b"")
+    return digest.digest()

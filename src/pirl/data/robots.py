@@ -1,0 +1,359 @@
+"""Robots as data: where their cameras, state and actions are found, and the step between their units and the model's.
+
+A robot's units are what its driver and its datasets speak; the model's are what π₀ was pretrained on. Normalisation and
+padding come after (see `transforms`). Adding a robot is one entry here, or `generic(...)` in a recipe.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.errors import ConfigError, DataError, did_you_mean
+from pirl.names import (
+    ACTIONS,
+    BASE_CAMERA,
+    CAMERAS,
+    LEFT_WRIST_CAMERA,
+    LEROBOT_ACTION,
+    LEROBOT_IMAGES,
+    LEROBOT_STATE,
+    PROMPT,
+    RIGHT_WRIST_CAMERA,
+    STATE,
+)
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Robot:
+    """One kind of robot. Keys are paths: nested observations are read with "/" between the levels."""
+
+    name: str
+    """Name in the registry and in messages."""
+    cameras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Camera slot of the model -> the keys its picture may have, best first: at inference, then in datasets. A slot
+    that is not listed does not exist on this robot: black, and masked. No slot at all: the policy sees no pictures."""
+    optional_cameras: tuple[str, ...] = ()
+    """Slots whose picture may be absent; then black, and masked."""
+    unused_cameras: tuple[str, ...] = ()
+    """Keys of pictures that are known and not looked at."""
+    state_keys: tuple[tuple[str, ...], ...] = ((f"observation/{STATE}",), (STATE,), (LEROBOT_STATE,))
+    """Where the state is found, best first; the values of one entry's keys are joined."""
+    action_keys: tuple[str, ...] = (ACTIONS, LEROBOT_ACTION)
+    """Where the actions are found, best first."""
+    prompt_keys: tuple[str, ...] = (PROMPT, "task")
+    """Where the instruction is found, best first."""
+    state_dim: int
+    """Size of the state."""
+    action_dim: int
+    """Size of an action."""
+    delta_mask: tuple[bool, ...] = ()
+    """Dimensions in which the model speaks of the difference to the current state; those beyond it are absolute."""
+    adapt_to_pi: bool = False
+    """ALOHA: turn joints and grippers into the space that π₀ was pretrained in."""
+    prompt: str | None = None
+    """Instruction where an observation has none."""
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.cameras) - set(CAMERAS):
+            raise did_you_mean(min(unknown), CAMERAS, kind=f"camera slot of robot {self.name!r}")
+        if stray := set(self.optional_cameras) - set(self.cameras):
+            raise ConfigError(f"robot {self.name!r}: optional cameras {sorted(stray)} are not among its cameras")
+        if len(self.delta_mask) > min(self.state_dim, self.action_dim):
+            raise ConfigError(
+                f"robot {self.name!r}: a delta mask of {len(self.delta_mask)} dimensions for a state of "
+                f"{self.state_dim} and actions of {self.action_dim}",
+                hint="only dimensions that state and action share can be relative",
+            )
+        if self.adapt_to_pi and (self.state_dim, self.action_dim) != (14, 14):
+            raise ConfigError(f"robot {self.name!r}: adapt_to_pi is for ALOHA's 14 dimensions, not {self.action_dim}")
+
+    def find_cameras(self, keys: Collection[str], pictures: Collection[str] | None = None) -> dict[str, str]:
+        """Which of `keys` (an observation's, or a dataset's) feeds each slot; slots without a picture are left out.
+
+        `pictures` are those keys that certainly hold one. A misspelt camera must not pass for an absent one, so a
+        picture nobody asked for is refused while an optional camera is missing.
+        """
+        found = {slot: key for slot, names in self.cameras.items() if (key := _first(names, keys)) is not None}
+        missing = [slot for slot in self.cameras if slot not in found]
+        known = {key for names in self.cameras.values() for key in names} | set(self.unused_cameras)
+        strangers = sorted(set(keys if pictures is None else pictures) - known)
+        needed = [slot for slot in missing if slot not in self.optional_cameras]
+        if needed or (missing and strangers):
+            wanted = "; ".join(f"{slot} (looked for {', '.join(self.cameras[slot])})" for slot in needed or missing)
+            raise DataError(
+                f"robot {self.name!r}: no picture for camera {wanted}; found {', '.join(sorted(keys)) or 'nothing'}",
+                hint="rename the pictures, or declare where they are in the robot's `cameras` (or `unused_cameras`)",
+            )
+        return found
+
+    def find_state(self, raw: Mapping[str, object]) -> Float[Array, "S"]:
+        """The state in a flat observation."""
+        for keys in self.state_keys:
+            if all(key in raw for key in keys):
+                values = [_numbers(raw[key], key, ndim=1) for key in keys]
+                return self.check(np.concatenate(values), " + ".join(keys), self.state_dim)
+        wanted = " or ".join(" + ".join(keys) for keys in self.state_keys)
+        raise self._absent("state", wanted, raw)
+
+    def find_actions(self, raw: Mapping[str, object]) -> Float[Array, "H A"]:
+        """The chunk of actions in a flat training sample."""
+        key = _first(self.action_keys, raw)
+        if key is None:
+            raise self._absent("actions", " or ".join(self.action_keys), raw)
+        return self.check(_numbers(raw[key], key, ndim=2), key, self.action_dim)
+
+    def find_prompt(self, raw: Mapping[str, object], default: str | None = None) -> str:
+        """The instruction in a flat observation, or the default one."""
+        key = _first(self.prompt_keys, [key for key, value in raw.items() if value is not None])
+        value: object = self.prompt if default is None else default
+        if key is not None:
+            array = np.asarray(raw[key])
+            value = array.item() if array.size == 1 else array
+            value = value.decode() if isinstance(value, bytes) else value
+        if not isinstance(value, str):
+            raise self._absent("instruction", " or ".join(self.prompt_keys), raw)
+        return value
+
+    def check(self, x: Float[Array, "*B D"], key: str, dim: int) -> Float[Array, "*B D"]:
+        """The array itself, if it has `dim` finite numbers in its last axis."""
+        if x.shape[-1] != dim:
+            raise DataError(
+                f"robot {self.name!r}: {key} has shape {x.shape}, expected {dim} in the last axis",
+                hint="is this the right robot for the dataset or environment?",
+            )
+        if not np.isfinite(x).all():
+            where = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            raise DataError(
+                f"robot {self.name!r}: {key} of shape {x.shape} is not finite, first at index {where}",
+                hint="a sensor that drops out must not reach the policy: repair or leave out that step",
+            )
+        return x
+
+    def _absent(self, what: str, wanted: str, raw: Mapping[str, object]) -> DataError:
+        return DataError(
+            f"robot {self.name!r}: no {what}; looked for {wanted}; found {', '.join(sorted(raw)) or 'nothing'}",
+            hint="rename the keys, declare them in the robot, or set a default prompt",
+        )
+
+    def encode_state(self, state: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
+        """Robot units to the model's."""
+        state = np.asarray(state, np.float64)
+        return aloha_state_to_pi(state) if self.adapt_to_pi else state
+
+    def encode_actions(self, actions: Float[Array, "*B H A"], state: Float[Array, "*B S"]) -> Float[Array, "*B H A"]:
+        """Robot units to the model's; `state` is the state before the chunk, in the model's units already."""
+        actions = aloha_actions_to_pi(actions) if self.adapt_to_pi else np.array(actions, np.float64)
+        return self._shift(actions, state, -1.0)
+
+    def decode_actions(self, actions: Float[Array, "*B H A"], state: Float[Array, "*B S"]) -> Float[Array, "*B H A"]:
+        """The inverse of `encode_actions`."""
+        actions = self._shift(np.array(actions, np.float64), state, 1.0)
+        return aloha_actions_from_pi(actions) if self.adapt_to_pi else actions
+
+    def _shift(self, actions: Array, state: Array, sign: float) -> Array:
+        """Add or take away the current state, once for the whole chunk, where the mask says so; in place."""
+        dims = len(self.delta_mask)
+        if dims:
+            actions[..., :dims] += sign * np.where(self.delta_mask, state[..., :dims], 0.0)[..., None, :]
+        return actions
+
+
+def _first(names: Collection[str], keys: Collection[str]) -> str | None:
+    return next((name for name in names if name in keys), None)
+
+
+def _numbers(value: object, key: str, *, ndim: int) -> Array:
+    """`value` as float64; a lone number counts as a vector of one (DROID's gripper)."""
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise DataError(f"{key} is {type(value).__name__}, expected numbers", hint="convert it to an array") from None
+    if array.ndim == 0 and ndim == 1:
+        array = array[None]
+    if array.ndim != ndim:
+        raise DataError(
+            f"{key} has shape {array.shape}, expected {'one vector' if ndim == 1 else '[horizon, action]'}",
+            hint="observations are given one at a time, without a batch axis",
+        )
+    return array
+
+
+# ALOHA. π₀ was pretrained with some joints turning the other way, and with grippers as angles between encoder counts
+# 2405 and 3110 of 4096 (zero at 2048); ALOHA's runtime states them as a share of the way between two finger positions
+# in metres, and commands them as a share of the way between two joint angles.
+_FLIPS = np.array([1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0] * 2)
+_GRIPPERS = [6, 13]
+_FINGER_CLOSED, _FINGER_OPEN = 0.01844, 0.05800
+_ARM_LENGTH, _HORN_RADIUS = 0.036, 0.022
+_PI_CLOSED, _PI_OPEN = 0.5476, 1.6296
+_JOINT_CLOSED, _JOINT_OPEN = -0.6213, 1.4910
+
+
+def aloha_state_to_pi(state: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
+    """ALOHA's state in π₀'s pretraining space."""
+    out = _FLIPS * state
+    finger = out[..., _GRIPPERS] * (_FINGER_OPEN - _FINGER_CLOSED) + _FINGER_CLOSED
+    sine = (_HORN_RADIUS**2 + finger**2 - _ARM_LENGTH**2) / (2 * _HORN_RADIUS * finger)
+    out[..., _GRIPPERS] = (np.arcsin(np.clip(sine, -1.0, 1.0)) - _PI_CLOSED) / (_PI_OPEN - _PI_CLOSED)
+    return out
+
+
+def aloha_state_from_pi(state: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
+    """The inverse, for grippers inside their range (beyond it `aloha_state_to_pi` clips)."""
+    out = _FLIPS * state
+    reach = _HORN_RADIUS * np.sin(out[..., _GRIPPERS] * (_PI_OPEN - _PI_CLOSED) + _PI_CLOSED)
+    finger = reach + np.sqrt(reach**2 + _ARM_LENGTH**2 - _HORN_RADIUS**2)
+    out[..., _GRIPPERS] = (finger - _FINGER_CLOSED) / (_FINGER_OPEN - _FINGER_CLOSED)
+    return out
+
+
+def aloha_actions_to_pi(actions: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
+    """ALOHA's actions in π₀'s pretraining space; a gripper command is offset, not scaled, as it is in radians."""
+    out = _FLIPS * actions
+    out[..., _GRIPPERS] = out[..., _GRIPPERS] * (_JOINT_OPEN - _JOINT_CLOSED) + _JOINT_CLOSED - _PI_CLOSED
+    return out
+
+
+def aloha_actions_from_pi(actions: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
+    """The inverse."""
+    out = _FLIPS * actions
+    out[..., _GRIPPERS] = (out[..., _GRIPPERS] + _PI_CLOSED - _JOINT_CLOSED) / (_JOINT_OPEN - _JOINT_CLOSED)
+    return out
+
+
+def delta_mask(*dims: int) -> tuple[bool, ...]:
+    """A mask from run lengths: `delta_mask(6, -1)` is six relative dimensions and one absolute."""
+    return tuple(dim > 0 for dim in dims for _ in range(abs(dim)))
+
+
+def aloha(*, name: str = "aloha", adapt_to_pi: bool = True, use_delta: bool = True, prompt: str | None = None) -> Robot:
+    """Two arms of six joints and a gripper. Only the upper camera must be there; the lower one is not looked at."""
+
+    def keys(camera: str, *more: str) -> tuple[str, ...]:
+        return (f"images/{camera}", f"{LEROBOT_IMAGES}.{camera}", *more)
+
+    return Robot(
+        name=name,
+        cameras={
+            BASE_CAMERA: keys("cam_high", f"{LEROBOT_IMAGES}.top", f"{LEROBOT_IMAGES}.high"),
+            LEFT_WRIST_CAMERA: keys("cam_left_wrist", f"{LEROBOT_IMAGES}.left_wrist"),
+            RIGHT_WRIST_CAMERA: keys("cam_right_wrist", f"{LEROBOT_IMAGES}.right_wrist"),
+        },
+        optional_cameras=(LEFT_WRIST_CAMERA, RIGHT_WRIST_CAMERA),
+        unused_cameras=keys("cam_low", f"{LEROBOT_IMAGES}.low"),
+        state_keys=((STATE,), (LEROBOT_STATE,)),
+        state_dim=14,
+        action_dim=14,
+        delta_mask=delta_mask(6, -1, 6, -1) if use_delta else (),
+        adapt_to_pi=adapt_to_pi,
+        prompt=prompt,
+    )
+
+
+def libero(*, name: str = "libero", delta: bool = False, prompt: str | None = None) -> Robot:
+    """One Franka arm in simulation. Its actions are relative already; `delta` subtracts the state once more, as
+    the released π₀ (not π₀.₅) LIBERO checkpoint was trained.
+    """
+    return Robot(
+        name=name,
+        cameras={
+            BASE_CAMERA: ("observation/image", "image", f"{LEROBOT_IMAGES}.image"),
+            LEFT_WRIST_CAMERA: (
+                "observation/wrist_image",
+                "wrist_image",
+                f"{LEROBOT_IMAGES}.wrist_image",
+                f"{LEROBOT_IMAGES}.image2",
+            ),
+        },
+        state_dim=8,
+        action_dim=7,
+        delta_mask=delta_mask(6, -1) if delta else (),
+        prompt=prompt,
+    )
+
+
+def droid(*, name: str = "droid", joint_position: bool = False, prompt: str | None = None) -> Robot:
+    """One Franka arm; actions are joint velocities, or joint positions made relative, and a gripper position."""
+    return Robot(
+        name=name,
+        cameras={
+            BASE_CAMERA: (
+                "observation/exterior_image_1_left",
+                "exterior_image_1_left",
+                "observation/image",
+                f"{LEROBOT_IMAGES}.exterior_image_1_left",
+                f"{LEROBOT_IMAGES}.exterior_1_left",
+            ),
+            LEFT_WRIST_CAMERA: (
+                "observation/wrist_image_left",
+                "wrist_image_left",
+                "observation/wrist_image",
+                f"{LEROBOT_IMAGES}.wrist_image_left",
+                f"{LEROBOT_IMAGES}.wrist_left",
+            ),
+        },
+        state_keys=(
+            ("observation/joint_position", "observation/gripper_position"),
+            ("joint_position", "gripper_position"),
+            (LEROBOT_STATE,),
+        ),
+        state_dim=8,
+        action_dim=8,
+        delta_mask=delta_mask(7, -1) if joint_position else (),
+        prompt=prompt,
+    )
+
+
+def generic(
+    *,
+    name: str,
+    state_dim: int,
+    action_dim: int,
+    cameras: Mapping[str, str | tuple[str, ...]] | None = None,
+    optional_cameras: tuple[str, ...] = (),
+    relative: tuple[int, ...] = (),
+    state_keys: tuple[str, ...] = (),
+    action_keys: tuple[str, ...] = (),
+    prompt: str | None = None,
+) -> Robot:
+    """A robot of one's own: its sizes, and which picture goes into which camera slot.
+
+    `relative` gives run lengths as in `delta_mask`; a key of one's own is looked for before the usual ones.
+    """
+    usual = Robot(name=name, state_dim=state_dim, action_dim=action_dim)
+    named = {slot: (keys,) if isinstance(keys, str) else keys for slot, keys in (cameras or {}).items()}
+    return Robot(
+        name=name,
+        cameras=named,
+        optional_cameras=optional_cameras,
+        state_keys=(*((key,) for key in state_keys), *usual.state_keys),
+        action_keys=(*action_keys, *usual.action_keys),
+        state_dim=state_dim,
+        action_dim=action_dim,
+        delta_mask=delta_mask(*relative),
+        prompt=prompt,
+    )
+
+
+ROBOTS: Mapping[str, Robot] = {
+    robot.name: robot
+    for robot in (
+        aloha(),
+        aloha(name="aloha_sim", use_delta=False, prompt="Transfer cube"),
+        libero(),
+        libero(name="libero_delta", delta=True),
+        droid(),
+        droid(name="droid_joint_position", joint_position=True),
+    )
+}
+
+
+def get_robot(name: str) -> Robot:
+    """A robot by its name."""
+    if name not in ROBOTS:
+        raise did_you_mean(name, ROBOTS, kind="robot")
+    return ROBOTS[name]

@@ -1,0 +1,217 @@
+"""Robot space to model space and back: one transform for training batches and for acting, so the two cannot differ.
+
+The order is OpenPI's: the robot's units to the model's, actions relative to the current state, normalise, write the
+state into the prompt (π₀.₅), pad to the model's dimensions. Arithmetic is in float64, because OpenPI's statistics are
+and because a state near the border between two numbers of the prompt must fall on the same side; results are float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float32, UInt8
+from PIL import Image
+
+from pirl.data.normalize import NormStats, normalize, unnormalize
+from pirl.data.robots import Robot
+from pirl.data.tokenizer import PromptEncoder, Tokenizer
+from pirl.errors import ConfigError, DataError
+from pirl.names import ACTIONS, CAMERAS, IMAGE, IMAGE_MASK, STATE, TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transform:
+    """Everything between a robot and a model; both directions."""
+
+    robot: Robot
+    """Keys, dimensions and units."""
+    norm_stats: Mapping[str, NormStats] | None
+    """Statistics of "state" and "actions"; None leaves values as they are."""
+    tokenizer: Tokenizer | None
+    """Reads the instruction; None for policies that are not given one."""
+    action_dim: int = 32
+    """The model's action dimension; shorter actions are padded with zeros."""
+    state_dim: int | None = None
+    """The model's state dimension; None: the same as `action_dim`, as in π₀."""
+    token_len: int = 48
+    """Length of the tokenized prompt."""
+    quantile: bool = False
+    """Normalise by quantiles (π₀.₅) instead of mean and standard deviation (π₀)."""
+    discrete_state: bool = False
+    """Write the normalised state into the prompt (π₀.₅)."""
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width of the model's pictures."""
+    default_prompt: str | None = None
+    """Instruction where an observation has none; before the robot's own default."""
+
+    def __post_init__(self) -> None:
+        robot = self.robot
+        for key, dim, room in (
+            (STATE, robot.state_dim, self.model_state_dim),
+            (ACTIONS, robot.action_dim, self.action_dim),
+        ):
+            if dim > room:
+                raise ConfigError(f"{key} of robot {robot.name!r} have {dim} dimensions, the model has room for {room}")
+            if self.norm_stats is None:
+                continue
+            stats = self.norm_stats.get(key)
+            if stats is None or len(stats) < dim or (self.quantile and (stats.q01 is None or stats.q99 is None)):
+                found = "are missing" if stats is None else f"have {len(stats)} dimensions"
+                raise DataError(
+                    f"normalisation statistics of {key} {found}; robot {robot.name!r} needs {dim}"
+                    + (" with q01 and q99" if self.quantile else ""),
+                    hint="compute them for this dataset with `pirl norm-stats <recipe>`",
+                )
+        if self.discrete_state and self.tokenizer is None:
+            raise ConfigError("a state in the prompt needs a tokenizer", hint="set tokenizer, or discrete_state=False")
+
+    @property
+    def model_state_dim(self) -> int:
+        """Size of the padded state."""
+        return self.action_dim if self.state_dim is None else self.state_dim
+
+    @property
+    def real_action_dim(self) -> int:
+        """Action dimensions that are not padding: what a critic is shown."""
+        return self.robot.action_dim
+
+    @cached_property
+    def _prompts(self) -> PromptEncoder | None:
+        return None if self.tokenizer is None else PromptEncoder(self.tokenizer, self.token_len)
+
+    def low_dim(
+        self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
+    ) -> dict[str, Array]:
+        """Everything but pictures, for a batch in the robot's units: OpenPI's model-input entries."""
+        robot = self.robot
+        encoded = robot.encode_state(robot.check(state, STATE, robot.state_dim))
+        normal = self._normalize(encoded, STATE)
+        out = {STATE: _pad(normal, self.model_state_dim)}
+        if actions is not None:
+            robot.check(actions, ACTIONS, robot.action_dim)
+            relative = robot.encode_actions(actions, encoded)
+            out[ACTIONS] = _pad(self._normalize(relative, ACTIONS), self.action_dim)
+        if self._prompts is not None:
+            if len(prompts) != len(state):
+                raise DataError(f"{len(prompts)} prompts for {len(state)} states", hint="give one prompt per sample")
+            tokens, mask = self._prompts(prompts, normal if self.discrete_state else None)
+            out[TOKENIZED_PROMPT], out[TOKENIZED_PROMPT_MASK] = tokens, mask
+        return out
+
+    def images(self, raw: Mapping[str, Any]) -> tuple[dict[str, UInt8[Array, "h w 3"]], dict[str, np.bool_]]:
+        """Pictures of one observation by camera slot, letterboxed to the model's size, and which of them are real."""
+        if not self.robot.cameras:
+            return {}, {}
+        raw = flatten(raw)
+        found = self.robot.find_cameras(raw, [key for key, value in raw.items() if np.ndim(value) == 3])
+        height, width = self.image_size
+        images = {
+            slot: letterbox(parse_image(raw[found[slot]], found[slot]), self.image_size)
+            if slot in found
+            else np.zeros((height, width, 3), np.uint8)
+            for slot in CAMERAS
+        }
+        return images, {slot: np.bool_(slot in found) for slot in CAMERAS}
+
+    def observation(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """OpenPI's model input for one observation of a robot or environment, without a batch axis."""
+        return self._sample(flatten(raw), with_actions=False)
+
+    def train_sample(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for one training sample, with its chunk of actions."""
+        return self._sample(flatten(raw), with_actions=True)
+
+    def _sample(self, raw: Mapping[str, Any], *, with_actions: bool) -> dict[str, Any]:
+        robot = self.robot
+        prompts = [] if self.tokenizer is None else [robot.find_prompt(raw, self.default_prompt)]
+        actions = robot.find_actions(raw)[None] if with_actions else None
+        low = self.low_dim(robot.find_state(raw)[None], actions, prompts)
+        images, masks = self.images(raw)
+        return {IMAGE: images, IMAGE_MASK: masks, **{key: value[0] for key, value in low.items()}}
+
+    def robot_actions(
+        self, model_actions: Float[Array, "*B H M"], state: Float[Array, "*B S"]
+    ) -> Float32[Array, "*B H A"]:
+        """The model's actions in the robot's units; `state` is the robot's state that the model was shown."""
+        robot = self.robot
+        if model_actions.shape[-1] < robot.action_dim:
+            raise DataError(
+                f"model actions of shape {model_actions.shape} for robot {robot.name!r}; "
+                f"expected at least {robot.action_dim} in the last axis",
+                hint="is this checkpoint for this robot?",
+            )
+        actions = np.asarray(model_actions[..., : robot.action_dim], np.float64)
+        robot.check(actions, "model actions", robot.action_dim)
+        if self.norm_stats is not None:
+            actions = unnormalize(actions, self.norm_stats[ACTIONS], quantile=self.quantile)
+        encoded = robot.encode_state(robot.check(state, STATE, robot.state_dim))
+        return robot.decode_actions(actions, encoded).astype(np.float32)
+
+    def _normalize(self, x: Array, key: str) -> Array:
+        return x if self.norm_stats is None else normalize(x, self.norm_stats[key], quantile=self.quantile)
+
+
+def _pad(x: Float[Array, "*B D"], dim: int) -> Float32[Array, "*B M"]:
+    out = np.zeros((*x.shape[:-1], dim), np.float32)
+    out[..., : x.shape[-1]] = x
+    return out
+
+
+def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with "/" between the levels of a key."""
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}/"))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def parse_image(value: Any, key: str) -> UInt8[Array, "h w 3"]:
+    """A picture as bytes, channels last: channels may come first (LeRobot, ALOHA), and values as floats in [0, 1]."""
+    image = np.asarray(value)
+    if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]):
+        raise DataError(
+            f"picture {key} has shape {image.shape}, expected [height, width, 3] or [3, height, width]",
+            hint="observations are given one at a time, without a batch axis, in RGB",
+        )
+    if np.issubdtype(image.dtype, np.floating):
+        low, high = image.min(), image.max()
+        if not (low >= -1e-3 and high <= 1.0 + 1e-3):
+            raise DataError(
+                f"picture {key} has values from {low} to {high}, expected floats in [0, 1] or uint8",
+                hint="scale it, or convert it to uint8",
+            )
+        image = (255 * np.clip(image, 0.0, 1.0)).astype(np.uint8)
+    elif image.dtype != np.uint8:
+        raise DataError(f"picture {key} is {image.dtype}, expected uint8 or floats in [0, 1]", hint="convert it")
+    if image.shape[0] == 3:
+        image = np.moveaxis(image, 0, -1)
+    return np.ascontiguousarray(image)
+
+
+def fit(image: UInt8[Array, "h w 3"], size: tuple[int, int]) -> UInt8[Array, "h2 w2 3"]:
+    """The picture scaled to just fit into `size`, sides in proportion; PIL's bilinear filter, as in OpenPI's data."""
+    height, width = image.shape[:2]
+    if (height, width) == size:
+        return image
+    ratio = max(width / size[1], height / size[0])
+    scaled = Image.fromarray(image).resize((int(width / ratio), int(height / ratio)), Image.Resampling.BILINEAR)
+    return np.asarray(scaled)
+
+
+def letterbox(image: UInt8[Array, "h w 3"], size: tuple[int, int]) -> UInt8[Array, "h2 w2 3"]:
+    """The picture scaled to fit, centred on black."""
+    scaled = fit(image, size)
+    height, width = scaled.shape[:2]
+    if (height, width) == size:
+        return scaled
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    out = np.zeros((*size, 3), np.uint8)
+    out[top : top + height, left : left + width] = scaled
+    return out

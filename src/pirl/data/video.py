@@ -1,0 +1,196 @@
+"""Pictures of an episode: decoded in one sequential pass, brought to the model's size, without the letterbox.
+
+Frames are counted, never matched by time: float timestamps drift in long files, frame numbers do not. A video or a
+parquet file that does not hold exactly the frames the metadata promises is an error, not a picture of another moment.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from itertools import chain
+from typing import Any, Literal
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from av.container import InputContainer
+from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
+from jaxtyping import Shaped, UInt8
+from PIL import Image
+
+from pirl.data.lerobot import INFO_FILE, DatasetMeta, EpisodeMeta
+from pirl.errors import DataError
+
+Resize = Literal["fast", "exact"]
+"""`exact` is OpenPI's own PIL bilinear. `fast` is swscale's bilinear on full-resolution planes, which is half the cost;
+scaling the subsampled planes directly would be cheaper still, but off by several grey levels."""
+
+# PyAV 17 gave every scaler a thread per core. Episodes are what runs in parallel here.
+_ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
+_BACK_OFF = 250  # frames; far longer than a group of pictures of any LeRobot encoder
+
+
+def content_size(height: int, width: int, target: int) -> tuple[int, int]:
+    """Height and width of a picture inside a target x target letterbox, rounded exactly as OpenPI rounds them."""
+    ratio = max(width / target, height / target)
+    return int(height / ratio), int(width / ratio)
+
+
+def frame_size(meta: DatasetMeta, camera: str, size: int | None) -> tuple[int, int]:
+    """Height and width of the frames `read_frames` returns."""
+    height, width = meta.camera(camera).frame_size
+    return (height, width) if size is None else content_size(height, width, size)
+
+
+def letterbox(image: Shaped[np.ndarray, "*B h w 3"], size: int) -> Shaped[np.ndarray, "*B {size} {size} 3"]:
+    """Centre the picture on black, as OpenPI's `resize_with_pad` does after resizing."""
+    height, width = image.shape[-3:-1]
+    top, left = (size - height) // 2, (size - width) // 2
+    out = np.zeros((*image.shape[:-3], size, size, 3), dtype=image.dtype)
+    out[..., top : top + height, left : left + width, :] = image
+    return out
+
+
+def resize_exact(image: UInt8[np.ndarray, "h0 w0 3"], height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """PIL's bilinear, which is what OpenPI's data pipeline sees."""
+    if image.shape[:2] == (height, width):
+        return image
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR))
+
+
+def read_frames(
+    meta: DatasetMeta, episode: EpisodeMeta, camera: str, *, size: int | None, method: Resize = "fast"
+) -> UInt8[np.ndarray, "T h w 3"]:
+    """All frames of one camera of one episode, fitted into `size` (letterbox not stored), or untouched if None.
+
+    Pictures stored as PNG are always resized by the exact method: reading them costs more than the difference.
+    """
+    feature = meta.camera(camera)
+    height, width = frame_size(meta, camera, size)
+    if feature.dtype == "image":
+        pictures = (resize_exact(image, height, width) for image in _images(meta, episode, camera))
+    else:
+        convert = _converter(feature.frame_size, (height, width), method)
+        pictures = (convert(frame) for frame in _video_frames(meta, episode, camera))
+    out = np.empty((episode.length, height, width, 3), dtype=np.uint8)
+    for target, picture in zip(out, pictures, strict=True):
+        target[...] = picture
+    return out
+
+
+def _converter(
+    source: tuple[int, int], target: tuple[int, int], method: Resize
+) -> Callable[[av.VideoFrame], np.ndarray]:
+    """Decoded frame to RGB at the target size. Scalers are set up once per episode, not once per frame."""
+    full, small = VideoReformatter(), VideoReformatter()
+
+    def rgb(frame: av.VideoFrame) -> np.ndarray:
+        return full.reformat(frame, format="rgb24", **_ONE_THREAD).to_ndarray()
+
+    def fast(frame: av.VideoFrame) -> np.ndarray:
+        planes = full.reformat(frame, format="gbrp", **_ONE_THREAD)  # full resolution in every channel before scaling
+        scaled = small.reformat(planes, target[1], target[0], "rgb24", interpolation="BILINEAR", **_ONE_THREAD)
+        return scaled.to_ndarray()
+
+    if source == target:
+        return rgb
+    return fast if method == "fast" else lambda frame: resize_exact(rgb(frame), *target)
+
+
+def _video_frames(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[av.VideoFrame]:
+    """The episode's frames in order: one seek, then straight on."""
+    span = episode.cameras[camera]
+    where = f"{span.path}: episode {episode.index}"
+    number, end = span.first, span.first + episode.length
+    try:
+        with av.open(str(span.path)) as container:
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1
+            if meta.version != "v3.0" and stream.frames > episode.length:
+                raise DataError(
+                    f"{where}: {stream.frames} frames in the video, but the episode's length is {episode.length}",
+                    hint="which rows the frames belong to is unclear: export the episode again, or remove it",
+                )
+            for found, frame in _frames_from(container, stream, span.first, meta.fps):
+                if found != number:
+                    raise DataError(
+                        f"{where}: found frame {found} of the file at {meta.fps} fps, expected frame {number}",
+                        hint=f"the video ({stream.average_rate} fps) lacks frames, or fps in {INFO_FILE} is wrong",
+                    )
+                _check_size(frame.height, frame.width, meta, camera, where)
+                yield frame
+                number += 1
+                if number == end:
+                    return
+    except (av.FFmpegError, IndexError, OSError) as error:
+        raise DataError(
+            f"{where}: cannot be decoded from frame {number} on ({error})",
+            hint="the video is damaged or incomplete: download it again, or remove the episode",
+        ) from error
+    raise DataError(
+        f"{where}: the video ends before frame {number}, expected frames {span.first} to {end - 1}",
+        hint="the video is cut off or lacks frames: download it again, or remove the episode",
+    )
+
+
+def _frames_from(
+    container: InputContainer, stream: VideoStream, first: int, fps: int | float
+) -> Iterator[tuple[int, av.VideoFrame]]:
+    """Frames from number `first` on, with their numbers.
+
+    A seek goes by decoding order, so in a video with open groups of pictures it can end just behind the frame wanted;
+    then it is tried again from further back, and at last from the beginning of the file.
+    """
+    base = stream.time_base
+    rate = Fraction(base.numerator, base.denominator) * Fraction(fps) if base else Fraction(0)
+    for start in dict.fromkeys((first, max(first - _BACK_OFF, 0), 0)):
+        container.seek(int(start / rate), stream=stream, backward=True)
+        numbered = ((round((frame.pts or 0) * rate), frame) for frame in container.decode(stream))
+        head = next(numbered, None)
+        if head is not None and (head[0] <= first or start == 0):
+            yield from (pair for pair in chain([head], numbered) if pair[0] >= first)
+            return
+
+
+def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np.ndarray]:
+    """The episode's pictures from the parquet file's `struct<bytes, path>` column."""
+    where = f"{episode.data.path}: episode {episode.index}"
+    number = 0
+    try:
+        for cell in _cells(episode, camera):
+            data = cell["bytes"] if cell["bytes"] is not None else (meta.root / cell["path"]).read_bytes()
+            with Image.open(io.BytesIO(data)) as picture:
+                image = np.asarray(picture.convert("RGB"))
+            _check_size(image.shape[0], image.shape[1], meta, camera, where)
+            yield image
+            number += 1
+    except (pa.ArrowException, OSError, ValueError, SyntaxError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{where}: picture {number} of {camera} cannot be read ({type(error).__name__}: {error})",
+            hint="the file is damaged: download or export it again",
+        ) from error
+
+
+def _cells(episode: EpisodeMeta, camera: str) -> Iterator[Mapping[str, Any]]:
+    """The rows of one image column, touching only the row groups the episode lies in."""
+    with pq.ParquetFile(episode.data.path) as file:
+        group_start = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            begin = max(episode.data.first - group_start, 0)
+            end = min(episode.data.first + episode.length - group_start, rows)
+            if begin < end:
+                yield from (
+                    file.read_row_group(group, columns=[camera]).column(camera).slice(begin, end - begin).to_pylist()
+                )
+            group_start += rows
+
+
+def _check_size(height: int, width: int, meta: DatasetMeta, camera: str, where: str) -> None:
+    if (height, width) != (expected := meta.features[camera].frame_size):
+        raise DataError(
+            f"{where}: a frame of {camera} is {height}x{width}, expected {expected[0]}x{expected[1]} ({INFO_FILE})",
+            hint=f"correct the shape in {INFO_FILE}, or export the dataset again",
+        )

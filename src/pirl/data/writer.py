@@ -1,0 +1,298 @@
+"""Writes LeRobot datasets: v3.0 (what LeRobot reads from 0.4 on) and v2.1 (what OpenPI's pinned LeRobot reads).
+
+    with LeRobotWriter(root, fps=50, features=features, robot_type="aloha") as writer:
+        for observation, action in rollout:
+            writer.add_frame({"observation.state": state, "action": action, "observation.images.cam_high": picture})
+        writer.save_episode(task="transfer the red cube")
+
+Pictures go to the video encoder as they come, so an episode never lies in memory uncompressed; image features (PNG
+inside the parquet) are held compressed. An episode is part of the dataset once `save_episode` returns, and until then
+nothing of it can be seen.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from pirl.data.columns import STANDARD_FEATURES, V21, V30, Column, check_frame, make_table, parse_features
+from pirl.data.encode import EpisodeVideo, VideoEncoding, choose_encoding, encode_png
+from pirl.data.episode_files import (
+    DATA_PATH,
+    INFO,
+    STAGE,
+    VIDEO_PATH,
+    FinishedEpisode,
+    Metadata,
+    commit,
+    next_task_index,
+    read_metadata,
+    recover,
+    stage_episode,
+)
+from pirl.data.episode_stats import Stats, column_stats, image_histogram, image_stats
+from pirl.errors import DataError, listing
+
+
+class LeRobotWriter:
+    """Adds episodes to a LeRobot dataset, new or existing (written by this class or by LeRobot)."""
+
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        fps: int,
+        features: Mapping[str, Any],
+        robot_type: str | None = None,
+        version: Literal["v3.0", "v2.1"] = V30,
+        codec: str | VideoEncoding = "av1",
+        existing: Literal["append", "refuse", "overwrite"] = "append",
+        chunks_size: int = 1000,
+        data_files_size_in_mb: float = 100,
+        video_files_size_in_mb: float = 200,
+    ) -> None:
+        """Opens `root` for writing; nothing is created in it but a hidden folder until the first episode is saved.
+
+        `features` is LeRobot's dictionary, {key: {"dtype", "shape", "names"}}; the standard columns are added to it.
+        `codec` is "av1", "h264" or a VideoEncoding. `existing` says what to do with a dataset that is there already: it
+        is continued if it agrees with the arguments, and keeps the file sizes it was created with.
+        """
+        if fps <= 0:
+            raise DataError(f"fps is {fps}", hint="give the whole number of frames a second that was recorded")
+        self.root = Path(root)
+        own = {key: feature for key, feature in features.items() if key not in STANDARD_FEATURES}
+        self._columns = parse_features(own)
+        self._all_columns = (*self._columns, *parse_features(STANDARD_FEATURES))
+        videos = any(column.dtype == "video" for column in self._columns)
+        self._encoding = choose_encoding(codec) if videos else None
+        sizes = {"data_files_size_in_mb": data_files_size_in_mb, "video_files_size_in_mb": video_files_size_in_mb}
+        info: dict[str, Any] = {
+            "codebase_version": version,
+            "robot_type": robot_type,
+            "total_episodes": 0,
+            "total_frames": 0,
+            "total_tasks": 0,
+            **({"total_videos": 0, "total_chunks": 0} if version == V21 else {}),
+            "chunks_size": chunks_size,
+            **(sizes if version == V30 else {}),
+            "fps": fps,
+            "splits": {},
+            "data_path": DATA_PATH[version],
+            "video_path": VIDEO_PATH[version] if videos else None,
+            "features": _normal_form(own) | STANDARD_FEATURES,
+        }
+        self._lock = _lock(self.root)
+        try:
+            self._meta = _open(self.root, info, existing)
+        except BaseException:
+            self._release()
+            raise
+        self._reset()
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes in the dataset, with those it had before."""
+        return int(self._meta.info["total_episodes"])
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the dataset; those of the unsaved episode are not counted."""
+        return int(self._meta.info["total_frames"])
+
+    def add_frame(self, frame: Mapping[str, Any]) -> None:
+        """Adds a frame to the current episode: one value for each feature, pictures as uint8 (height, width, 3).
+
+        A frame that is refused leaves the episode as it was.
+        """
+        where = f"{self.root}, episode {self.num_episodes}, frame {self._length}"
+        values = check_frame(self._columns, frame, where=where)
+        try:
+            if not self._length:
+                self._open_videos()
+            for column in self._columns:
+                self._add_value(column, values[column.key])
+        except BaseException:  # some columns have the frame and some have not
+            self.discard_episode()
+            raise
+        self._length += 1
+
+    def add_episode(self, columns: Mapping[str, Any], *, task: str) -> int:
+        """Saves a whole episode, given as one array (or sequence) with a row per frame for each feature."""
+        if self._length:
+            raise DataError(f"{self.root}: {self._length} frames are not saved", hint="save or discard them first")
+        lengths = {key: len(values) for key, values in columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(f"{self.root}: the columns have lengths {lengths}", hint="give one row per frame in each")
+        try:
+            for t in range(next(iter(lengths.values()))):
+                self.add_frame({key: values[t] for key, values in columns.items()})
+            return self.save_episode(task=task)
+        except BaseException:
+            self.discard_episode()
+            raise
+
+    def save_episode(self, *, task: str) -> int:
+        """Makes the frames added so far an episode of the dataset and returns its index."""
+        index = self.num_episodes
+        if not self._length:
+            raise DataError(f"{self.root}: episode {index} has no frames", hint="call add_frame first")
+        if not task.strip():
+            raise DataError(f"{self.root}: episode {index} has no task", hint="say what the robot is to do, in words")
+        try:
+            videos = {key: self._video_path(key) for key in self._videos}
+            for video in self._videos.values():
+                video.close()
+            after = self._stage(task, videos)
+            commit(self.root)
+            self._meta = after
+            recover(self.root)
+        finally:
+            self.discard_episode()
+        return index
+
+    def discard_episode(self) -> None:
+        """Forgets the frames added since the last saved episode."""
+        for video in self._videos.values():
+            with suppress(Exception):  # flushing keeps the encoder from complaining; the file is deleted anyway
+                video.close()
+        shutil.rmtree(self.root / STAGE / "episode", ignore_errors=True)
+        self._reset()
+
+    def close(self) -> None:
+        """Ends the session; frames that were not saved are discarded."""
+        self.discard_episode()
+        self._release()
+
+    def __enter__(self) -> "LeRobotWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        unsaved = self._length
+        self.close()
+        if unsaved and kind is None:
+            raise DataError(
+                f"{self.root}: the last {unsaved} frames belong to no episode and were discarded",
+                hint="call save_episode(task=...) or discard_episode() before leaving the with block",
+            )
+
+    def _open_videos(self) -> None:
+        (self.root / STAGE / "episode").mkdir(parents=True, exist_ok=True)
+        for column in self._columns:
+            if column.dtype == "video" and self._encoding is not None:
+                height, width, _ = column.shape
+                path, fps = self._video_path(column.key), self._meta.info["fps"]
+                video = EpisodeVideo(path, fps=fps, height=height, width=width, encoding=self._encoding)
+                self._videos[column.key] = video
+
+    def _add_value(self, column: Column, value: Any) -> None:
+        if column.is_picture:
+            self._histograms[column.key].append(image_histogram(value))
+        if column.dtype == "video":
+            self._videos[column.key].write(value)
+        else:
+            self._values[column.key].append(encode_png(value) if column.is_picture else value)
+
+    def _stage(self, task: str, videos: Mapping[str, Path]) -> Metadata:
+        steps = np.arange(self._length)
+        values: dict[str, Any] = {
+            "timestamp": steps / self._meta.info["fps"],
+            "frame_index": steps,
+            "episode_index": np.full(self._length, self.num_episodes),
+            "index": steps + self.num_frames,
+            "task_index": np.full(self._length, next_task_index(self._meta.tasks, task)),
+        }
+        for column in self._columns:
+            if column.dtype != "video":
+                rows = self._values[column.key]
+                values[column.key] = rows if column.dtype in ("string", "image") else np.stack(rows)
+        version = self._meta.info["codebase_version"]
+        table = make_table(self._all_columns, values, version=version)
+        stats = self._stats(values, quantiles=version == V30)
+        return stage_episode(self.root, self._meta, FinishedEpisode(task=task, table=table, videos=videos, stats=stats))
+
+    def _stats(self, values: Mapping[str, Any], *, quantiles: bool) -> Stats:
+        stats: Stats = {}
+        for column in self._all_columns:
+            if column.is_picture:
+                stats[column.key] = image_stats(self._histograms[column.key], quantiles=quantiles)
+            elif column.dtype != "string":
+                stats[column.key] = column_stats(values[column.key], quantiles=quantiles)
+        return stats
+
+    def _video_path(self, key: str) -> Path:
+        return self.root / STAGE / "episode" / f"{key}.mp4"
+
+    def _reset(self) -> None:
+        self._length = 0
+        self._values: dict[str, list[Any]] = {c.key: [] for c in self._columns if c.dtype != "video"}
+        self._histograms: dict[str, list[np.ndarray]] = {c.key: [] for c in self._columns if c.is_picture}
+        self._videos: dict[str, EpisodeVideo] = {}
+
+    def _release(self) -> None:
+        if not (self.root / STAGE / "commit").exists():  # else an episode waits there for the next writer
+            shutil.rmtree(self.root / STAGE, ignore_errors=True)
+        self._lock.release()
+
+
+def _normal_form(features: Mapping[str, Any]) -> dict[str, Any]:
+    """As info.json will hold them: lists for tuples, names always there, no description of some other video."""
+    plain = {key: {"dtype": f["dtype"], "shape": f["shape"], "names": f.get("names")} for key, f in features.items()}
+    return dict(json.loads(json.dumps(plain)))
+
+
+def _lock(root: Path) -> FileLock:
+    if root.exists() and not root.is_dir():
+        raise DataError(f"{root} is a file, expected a folder", hint="choose another place for the dataset")
+    (root / STAGE).mkdir(parents=True, exist_ok=True)
+    lock = FileLock(root / STAGE / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise DataError(f"{root} is being written by another writer", hint="wait until that one is closed") from error
+    return lock
+
+
+def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:
+    """The dataset's metadata, new or read, after what an interrupted writer left behind was finished or removed."""
+    recover(root)
+    shutil.rmtree(root / STAGE / "episode", ignore_errors=True)
+    found = [name for name in ("meta", "data", "videos") if (root / name).exists()]
+    if found and not (root / INFO).exists():
+        raise DataError(
+            f"{root} holds {', '.join(found)} but no {INFO}: not a LeRobot dataset", hint="choose an empty folder"
+        )
+    if found and existing == "refuse":
+        raise DataError(f"{root} already holds a dataset", hint="choose another folder, or append or overwrite it")
+    if found and existing == "overwrite":
+        for name in found:  # meta first: from then on it is no dataset any more
+            shutil.rmtree(root / name)
+    if not found or existing == "overwrite":
+        return Metadata(info=wanted, tasks={}, stats={}, episodes=None)
+    meta = read_metadata(root, version=wanted["codebase_version"])
+    if differences := _differences(meta.info, wanted):
+        raise DataError(
+            f"{root} cannot be continued with these settings:\n{listing(differences)}",
+            hint="write to another folder, or pass what the dataset has",
+        )
+    return meta
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    names = ["fps", "data_path", "video_path"] + ["robot_type"] * (wanted["robot_type"] is not None)
+    pairs: dict[str, tuple[Any, Any]] = {name: (found.get(name), wanted[name]) for name in names}
+    old, new = found["features"], wanted["features"]
+    for key in dict.fromkeys([*old, *new]):
+        if key in old and key in new:
+            parts = ("dtype", "shape", "names")
+            pairs |= {f"{key}: {part}": (old[key].get(part), new[key].get(part)) for part in parts}
+        else:
+            pairs[key] = ("it" if key in old else "no such feature", "it" if key in new else "no such feature")
+    return [f"{name}: the dataset has {a!r}, you ask for {b!r}" for name, (a, b) in pairs.items() if a != b]

@@ -1,0 +1,111 @@
+"""Folders that appear whole or not at all, and the norm statistics that travel with every checkpoint."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from pirl.errors import CheckpointError
+from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
+
+NormStats = str | os.PathLike[str] | Mapping[str, Any]
+"""Statistics as JSON text, as the path of a norm_stats.json, or as a dict."""
+
+
+@contextmanager
+def fresh_directory(target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+    """A sibling to write into that becomes `target` when the block ends well.
+
+    What was at `target` is moved aside first and deleted only once the new folder is in its place. With several
+    processes all enter the block and the first one does the moving.
+    """
+    final = Path(target).expanduser().absolute()
+    if final.exists() and not overwrite:
+        raise CheckpointError(f"{final} exists already", hint="choose another folder, or allow overwriting")
+    temporary, aside = final.with_name(f".{final.name}.writing"), final.with_name(f".{final.name}.replaced")
+    first = jax.process_index() == 0
+    if first:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove(temporary)
+    _together("writing")
+    try:
+        yield temporary
+    except BaseException:
+        if first:
+            _remove(temporary)
+        raise
+    _together("written")
+    if first:
+        if final.exists():
+            _remove(aside)
+            os.rename(final, aside)
+        os.rename(temporary, final)
+        _remove(aside)
+    _together("renamed")
+
+
+def write_norm_stats(folder: Path, norm_stats: Mapping[str, NormStats]) -> None:
+    """`assets/<asset_id>/norm_stats.json` for every asset, as OpenPI looks for it."""
+    for asset_id, source in norm_stats.items():
+        parts = PurePosixPath(asset_id).parts
+        if not parts or PurePosixPath(asset_id).is_absolute() or ".." in parts:
+            raise CheckpointError(f"{asset_id!r} cannot name an asset", hint="a name such as trossen or me/my_robot")
+        file = folder / ASSETS_ITEM / asset_id / NORM_STATS_FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(norm_stats_text(source, name=asset_id))
+
+
+def norm_stats_text(source: NormStats, *, name: str) -> str:
+    """The content of a norm_stats.json, checked: a policy with broken statistics moves a robot wrongly."""
+    if isinstance(source, Mapping):
+        content = source if "norm_stats" in source else {"norm_stats": source}
+        text = json.dumps(content, indent=2, default=lambda x: np.asarray(x).tolist())
+    elif isinstance(source, str) and source.lstrip().startswith("{"):
+        text = source
+    else:
+        try:
+            text = Path(source).expanduser().read_text()
+        except OSError as error:
+            raise CheckpointError(f"no norm statistics for {name!r} at {os.fspath(source)}: {error}") from error
+    _check_norm_stats(text, name)
+    return text
+
+
+def norm_stats_dims(text: str, *, name: str) -> dict[str, int]:
+    """Key -> dimension of a norm_stats.json."""
+    return {key: len(values["mean"]) for key, values in _check_norm_stats(text, name).items()}
+
+
+def _check_norm_stats(text: str, name: str) -> dict[str, Any]:
+    hint = 'expected {"norm_stats": {"state": {"mean": [...], "std": [...]}, ...}}, as OpenPI writes it'
+    try:
+        stats = json.loads(text)["norm_stats"]
+        for key, values in stats.items():
+            rows = [values[row] for row in ("mean", "std", "q01", "q99") if values.get(row) is not None]
+            if len(values["mean"]) != len(values["std"]) or len({len(row) for row in rows}) > 1:
+                raise CheckpointError(f"norm statistics {name!r}: the rows of {key!r} differ in length", hint=hint)
+            if not all(math.isfinite(value) for row in rows for value in row):
+                raise CheckpointError(f"norm statistics {name!r}: {key!r} holds values that are not finite", hint=hint)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"norm statistics {name!r} cannot be read: {error!r}", hint=hint) from error
+    return dict(stats)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _together(point: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"pirl.export.{point}")

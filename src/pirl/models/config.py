@@ -1,0 +1,214 @@
+"""Sizes of π₀ and its relatives, as data. No jax here: `pirl --help` reads these.
+
+OpenPI fixes SigLIP's size, the picture size and the vocabulary in code; here they are fields, so that a policy of a
+million parameters is made of the same parts as the one of three billion.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pirl.errors import ConfigError, did_you_mean
+from pirl.names import CAMERAS
+
+Remat = Literal["none", "names", "dots", "full"]
+DType = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters beside frozen matrices."""
+
+    rank: int
+    """Inner dimension of the adapter."""
+    alpha: float
+    """The adapter's output is scaled by alpha / rank in attention; OpenPI does not scale it in the feed-forward."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the adapter's output in attention."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig:
+    """One of the two Gemma transformers that attend to each other."""
+
+    width: int
+    """Size of a token."""
+    depth: int
+    """Number of blocks; both experts must agree."""
+    mlp_dim: int
+    """Inner size of the gated feed-forward."""
+    num_heads: int
+    """Query heads; both experts must agree."""
+    num_kv_heads: int = 1
+    """Key/value heads, shared by groups of query heads; both experts must agree."""
+    head_dim: int = 256
+    """Size of a head; both experts must agree."""
+    attn_lora: LoRAConfig | None = None
+    """Adapters on the attention projections."""
+    ffn_lora: LoRAConfig | None = None
+    """Adapters on the feed-forward."""
+
+    def with_lora(self, rank: int, alpha: float | None = None) -> "GemmaConfig":
+        """The same transformer with adapters on attention and feed-forward."""
+        lora = LoRAConfig(rank=rank, alpha=float(rank if alpha is None else alpha))
+        return replace(self, attn_lora=lora, ffn_lora=lora)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigLIPConfig:
+    """The vision transformer; its output is projected to the VLM's width."""
+
+    width: int = 1152
+    """Size of a patch token."""
+    depth: int = 27
+    """Number of blocks."""
+    mlp_dim: int = 4304
+    """Inner size of the feed-forward."""
+    num_heads: int = 16
+    """Attention heads."""
+    patch_size: int = 14
+    """Side of a square patch, in pixels."""
+
+
+GEMMA_2B = GemmaConfig(width=2048, depth=18, mlp_dim=16_384, num_heads=8)
+GEMMA_300M = GemmaConfig(width=1024, depth=18, mlp_dim=4096, num_heads=8)
+GEMMA_DUMMY = GemmaConfig(width=64, depth=4, mlp_dim=128, num_heads=8, head_dim=16)
+
+GEMMA_VARIANTS: dict[str, GemmaConfig] = {
+    "dummy": GEMMA_DUMMY,
+    "gemma_2b": GEMMA_2B,
+    "gemma_2b_lora": GEMMA_2B.with_lora(16),
+    "gemma_300m": GEMMA_300M,
+    "gemma_300m_lora": GEMMA_300M.with_lora(32),
+}
+"""OpenPI's names for Gemma sizes."""
+
+
+def gemma_variant(name: str) -> GemmaConfig:
+    """A Gemma size by OpenPI's name."""
+    if name not in GEMMA_VARIANTS:
+        raise did_you_mean(name, GEMMA_VARIANTS, kind="Gemma variant")
+    return GEMMA_VARIANTS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pi0Config:
+    """π₀ or π₀.₅: pictures and a prompt through SigLIP and the VLM, state and noisy actions through the expert."""
+
+    pi05: bool = False
+    """π₀.₅: the flow time enters through adaptive RMS norms and the state is part of the prompt."""
+    vlm: GemmaConfig = GEMMA_2B
+    """The language model that reads pictures and prompt (expert 0)."""
+    expert: GemmaConfig = GEMMA_300M
+    """The action expert (expert 1, parameters named `..._1`)."""
+    vision: SigLIPConfig = SigLIPConfig()
+    """The vision tower."""
+    image_size: int = 224
+    """Pictures are letterboxed to this square."""
+    vocab_size: int = 257_152
+    """Rows of the token embedding (PaliGemma's)."""
+    cameras: tuple[str, ...] = CAMERAS
+    """Camera slots, in reading order. Pictures absent from an observation are left out of the sequence."""
+    action_dim: int = 32
+    """Dimension of padded states and actions."""
+    horizon: int = 50
+    """Actions per chunk."""
+    max_token_len: int | None = None
+    """Prompt tokens; None takes OpenPI's 48 (π₀) or 200 (π₀.₅)."""
+    discrete_state_input: bool | None = None
+    """Write the state into the prompt; None does it for π₀.₅, as OpenPI."""
+    dtype: DType = "bfloat16"
+    """Type of activations and matrix products; parameters are stored in float32 (frozen ones in bfloat16)."""
+    remat: Remat = "full"
+    """What the backward pass recomputes per block: `full` everything, `dots` all but matrix products without a batch
+    dimension, `names` all but the largest projections, `none` nothing. Less recomputation is faster and larger."""
+    feature_layer: int = -1
+    """The critic reads the input of this VLM layer (-1: of the last). `depth` means the final norm's output, which
+    only a pretrained VLM has trained: π₀'s own loss gives nothing after the last layer's keys and values a gradient."""
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
+            ours, theirs = getattr(self.vlm, name), getattr(self.expert, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"the VLM's {name} is {ours}, the expert's is {theirs}",
+                    hint="the two attend to each other layer by layer: depth and heads must agree, widths may differ",
+                )
+        if self.vlm.num_heads % self.vlm.num_kv_heads:
+            raise ConfigError(f"{self.vlm.num_heads} query heads cannot share {self.vlm.num_kv_heads} key/value heads")
+        if self.vision.width % self.vision.num_heads:
+            raise ConfigError(f"SigLIP's width {self.vision.width} is not divisible by {self.vision.num_heads} heads")
+        if not -self.vlm.depth <= self.feature_layer <= self.vlm.depth:
+            raise ConfigError(f"feature_layer {self.feature_layer} is outside ±{self.vlm.depth}, the VLM's depth")
+
+    @property
+    def token_len(self) -> int:
+        """Prompt tokens the model is fed."""
+        return self.max_token_len if self.max_token_len is not None else (200 if self.pi05 else 48)
+
+    @property
+    def discrete_state(self) -> bool:
+        """Is the state written into the prompt?"""
+        return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Patches of one picture."""
+        return (self.image_size // self.vision.patch_size) ** 2
+
+    @property
+    def has_lora(self) -> bool:
+        """Does either expert carry adapters?"""
+        return any(g.attn_lora or g.ffn_lora for g in (self.vlm, self.expert))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPFlowConfig:
+    """A flow policy over the state alone: Q-chunking's network."""
+
+    state_dim: int
+    """Size of the state."""
+    action_dim: int
+    """Size of an action."""
+    horizon: int = 5
+    """Actions per chunk."""
+    hidden: tuple[int, ...] = (512, 512, 512, 512)
+    """Widths of the hidden layers."""
+
+
+_TINY_VISION = SigLIPConfig(width=64, depth=2, mlp_dim=128, num_heads=2, patch_size=8)
+_TINY_GEMMA = GemmaConfig(width=64, depth=2, mlp_dim=128, num_heads=4, head_dim=16)
+_SMALL_VISION = SigLIPConfig(width=384, depth=12, mlp_dim=1536, num_heads=6, patch_size=14)
+_SMALL_VLM = GemmaConfig(width=640, depth=8, mlp_dim=3072, num_heads=8, head_dim=64)
+_SMALL_EXPERT = GemmaConfig(width=384, depth=8, mlp_dim=1536, num_heads=8, head_dim=64)
+
+PRESETS: dict[str, Pi0Config] = {
+    "pi0": Pi0Config(),
+    "pi05": Pi0Config(pi05=True),
+    "pi0_lora": Pi0Config(vlm=GEMMA_VARIANTS["gemma_2b_lora"], expert=GEMMA_VARIANTS["gemma_300m_lora"]),
+    "pi05_lora": Pi0Config(pi05=True, vlm=GEMMA_VARIANTS["gemma_2b_lora"], expert=GEMMA_VARIANTS["gemma_300m_lora"]),
+    "pi0_small": Pi0Config(vlm=_SMALL_VLM, expert=_SMALL_EXPERT, vision=_SMALL_VISION, vocab_size=16_384),
+    "pi0_tiny": Pi0Config(
+        vlm=_TINY_GEMMA,
+        expert=_TINY_GEMMA,
+        vision=_TINY_VISION,
+        image_size=24,
+        vocab_size=512,
+        cameras=CAMERAS[:1],
+        action_dim=4,
+        horizon=4,
+        max_token_len=8,
+        dtype="float32",
+        remat="none",
+    ),
+}
+"""Named sizes: π₀ and π₀.₅ (3.2B and 3.4B parameters, with or without adapters), one of ~100M, one for a CPU."""
+
+
+def get_preset(name: str) -> Pi0Config:
+    """A named size; a typo is answered with the nearest names."""
+    if name not in PRESETS:
+        raise did_you_mean(name, PRESETS, kind="model preset")
+    return PRESETS[name]

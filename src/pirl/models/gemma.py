@@ -1,0 +1,280 @@
+"""Gemma with two experts, over OpenPI's parameters (`PaliGemma/llm`).
+
+One shared attention, separate weights: expert 0 (the VLM; names without suffix) reads pictures and prompt, expert 1
+(names ending in `_1`) reads state and noisy actions. The prefix never attends to the suffix, so its keys and values are
+computed once (`encode_prefix`) and the suffix runs against them as often as wanted (`run_suffix`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
+from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
+from pirl.models.remat import rematerialised
+
+MASKED = -2.3819763e38
+"""Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
+LORA_STD = 0.01
+
+
+def declare_block(config: GemmaConfig, suffix: str, *, adaptive: bool) -> dict[str, Leaf]:
+    """The parameters of one block of one expert, with OpenPI's names, shapes and initialisation."""
+    width, heads, kv_heads, head_dim = config.width, config.num_heads, config.num_kv_heads, config.head_dim
+    block: dict[str, Leaf] = {}
+
+    def project(path: str, shape: tuple[int, ...], init: Initializer, lora: LoRAConfig | None, joint: str) -> None:
+        block[f"{path}{joint}w" if joint == "/" else path] = Leaf(shape, init)
+        if lora:
+            *front, rows, columns = shape
+            block[f"{path}{joint}lora_a"] = Leaf((*front, rows, lora.rank), normal(LORA_STD))
+            block[f"{path}{joint}lora_b"] = Leaf((*front, lora.rank, columns), normal(LORA_STD))
+
+    # OpenPI's attention keeps weight and adapters in a folder, its feed-forward keeps them side by side.
+    attn, ffn, mlp_dim = config.attn_lora, config.ffn_lora, config.mlp_dim
+    project(f"attn/q_einsum{suffix}", (heads, width, head_dim), lecun_normal(width), attn, "/")
+    project(f"attn/kv_einsum{suffix}", (2, kv_heads, width, head_dim), lecun_normal(width), attn, "/")
+    project(f"attn/attn_vec_einsum{suffix}", (heads, head_dim, width), lecun_normal(heads * head_dim), attn, "/")
+    project(f"mlp{suffix}/gating_einsum", (2, width, mlp_dim), lecun_normal(width), ffn, "_")
+    project(f"mlp{suffix}/linear", (mlp_dim, width), lecun_normal(mlp_dim), ffn, "_")
+    for norm in ("pre_attention_norm", "pre_ffw_norm"):
+        block |= _declare_norm(f"{norm}{suffix}", width, adaptive=adaptive)
+    return block
+
+
+def _declare_norm(name: str, width: int, *, adaptive: bool) -> dict[str, Leaf]:
+    if not adaptive:
+        return {f"{name}/scale": Leaf((width,), zeros)}
+    # Zero gates: at initialisation every block of an adaptive expert is the identity.
+    return {
+        f"{name}/Dense_0/kernel": Leaf((width, 3 * width), zeros),
+        f"{name}/Dense_0/bias": Leaf((3 * width,), zeros),
+    }
+
+
+def declare(config: Pi0Config) -> dict[str, Leaf]:
+    """Every parameter of both experts."""
+    leaves = {"embedder/input_embedding": Leaf((config.vocab_size, config.vlm.width), normal(0.01))}
+    for expert, suffix, adaptive in ((config.vlm, "", False), (config.expert, "_1", config.pi05)):
+        leaves |= prefixed("layers", declare_block(expert, suffix, adaptive=adaptive), stack=expert.depth)
+        leaves |= _declare_norm(f"final_norm{suffix}", expert.width, adaptive=adaptive)
+    return leaves
+
+
+def embed_tokens(params: Params, tokens: Int[Array, "B L"], dtype: jnp.dtype) -> Float[Array, "B L W"]:
+    """Prompt tokens; scaled by sqrt(width) in the table's own type, as in Gemma."""
+    table = params["embedder"]["input_embedding"]
+    x = table[tokens]
+    return (x * jnp.sqrt(table.shape[-1]).astype(x.dtype)).astype(dtype)
+
+
+class Rotation(NamedTuple):
+    """Rotary embedding of a sequence of positions, shared by all layers."""
+
+    sin: Float[Array, "... T 1 half"]
+    cos: Float[Array, "... T 1 half"]
+
+
+class Prefix(NamedTuple):
+    """What the VLM leaves behind: per layer keys (after RoPE) and values, features for a critic, its own output."""
+
+    keys: Float[Array, "layers B P K h"]
+    values: Float[Array, "layers B P K h"]
+    features: Float[Array, "B P W"]
+    out: Float[Array, "B P W"]
+
+
+def encode_prefix(
+    params: Params,
+    config: Pi0Config,
+    x: Float[Array, "B P W"],
+    mask: Bool[Array, "B P"],
+    positions: Int[Array, "B P"],
+) -> Prefix:
+    """Run the VLM over the prefix, in which every valid token attends to every other."""
+    depth = config.vlm.depth
+    feature_layer = config.feature_layer % depth if config.feature_layer < depth else depth
+    turn = rotation(positions, config.vlm.head_dim, limit=x.shape[1])
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        logits = jnp.einsum("btkgh,bskh->bkgts", _grouped(q, k), k, preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.where(mask[:, None, None, None, :], logits, MASKED), axis=-1).astype(v.dtype)
+        return jnp.einsum("bkgts,bskh->btkgh", probs, v).reshape(q.shape)
+
+    def block(carry: tuple[Array, Array], layer: tuple[Params, Array]) -> tuple[tuple[Array, Array], tuple]:
+        x, features = carry
+        weights, index = layer
+        features = jnp.where(index == feature_layer, jax.lax.stop_gradient(x), features)
+        x, kv = _block(weights, config.vlm, x, turn, attend, cond=None)
+        return (x, features), kv
+
+    layers = (_expert_layers(params["layers"], 0), jnp.arange(depth))
+    (x, features), (keys, values) = jax.lax.scan(rematerialised(block, config.remat), (x, jnp.zeros_like(x)), layers)
+    out, _ = _rms_norm(params["final_norm"], x, None)
+    if feature_layer == depth:
+        features = jax.lax.stop_gradient(out)
+    return Prefix(keys, values, features, out)
+
+
+class Suffix(NamedTuple):
+    """The expert's output and, per layer, the keys and values of its own tokens."""
+
+    out: Float[Array, "B N S W"]
+    keys: Float[Array, "layers B N S K h"]
+    values: Float[Array, "layers B N S K h"]
+
+
+def run_suffix(
+    params: Params,
+    config: Pi0Config,
+    x: Float[Array, "B N S W"],
+    keys: Float[Array, "layers B P K h"],
+    values: Float[Array, "layers B P K h"],
+    prefix_mask: Bool[Array, "B P"],
+    suffix_mask: Bool[Array, "S S"],
+    cond: Float[Array, "B N W"] | None,
+) -> Suffix:
+    """Run the expert over N suffixes per observation, all against the one prefix, which is never replicated.
+
+    Each suffix attends to the prefix and to itself. The softmax spans both, so the two groups of logits are joined
+    before it and separated after it.
+    """
+    (batch, prefix_len), length = prefix_mask.shape, x.shape[2]
+    positions = prefix_mask.sum(-1)[:, None] + jnp.arange(length)
+    turn = rotation(positions[:, None, :], config.expert.head_dim, limit=prefix_len + length)
+    to_prefix = jnp.broadcast_to(prefix_mask[:, None, :], (batch, length, prefix_len))
+    to_suffix = jnp.broadcast_to(suffix_mask, (batch, length, length))
+    allowed = jnp.concatenate([to_prefix, to_suffix], axis=-1)[:, None, None, None]
+
+    def block(x: Array, layer: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        weights, prefix_k, prefix_v = layer
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            grouped = _grouped(q, k)
+            logits = jnp.concatenate(
+                [
+                    jnp.einsum("bntkgh,bskh->bnkgts", grouped, prefix_k, preferred_element_type=jnp.float32),
+                    jnp.einsum("bntkgh,bnskh->bnkgts", grouped, k, preferred_element_type=jnp.float32),
+                ],
+                axis=-1,
+            )
+            probs = jax.nn.softmax(jnp.where(allowed, logits, MASKED), axis=-1).astype(v.dtype)
+            out = jnp.einsum("bnkgts,bskh->bntkgh", probs[..., :prefix_len], prefix_v)
+            out += jnp.einsum("bnkgts,bnskh->bntkgh", probs[..., prefix_len:], v)
+            return out.reshape(q.shape)
+
+        return _block(weights, config.expert, x, turn, attend, cond)
+
+    layers = (_expert_layers(params["layers"], 1), keys, values)
+    x, (own_keys, own_values) = jax.lax.scan(rematerialised(block, config.remat), x, layers)
+    out, _ = _rms_norm(params["final_norm_1"], x, cond)
+    return Suffix(out, own_keys, own_values)
+
+
+def _expert_layers(layers: Params, expert: int) -> Params:
+    """The stacked weights of one expert, under names without its suffix."""
+    suffix = "" if expert == 0 else "_1"
+    return {
+        "attn": {name: layers["attn"][f"{name}{suffix}"] for name in ("q_einsum", "kv_einsum", "attn_vec_einsum")},
+        **{name: layers[f"{name}{suffix}"] for name in ("mlp", "pre_attention_norm", "pre_ffw_norm")},
+    }
+
+
+def _block(
+    w: Params,
+    config: GemmaConfig,
+    x: Float[Array, "... T W"],
+    turn: Rotation,
+    attend: Callable[[Array, Array, Array], Array],
+    cond: Float[Array, "... W"] | None,
+) -> tuple[Array, tuple[Array, Array]]:
+    """Norm, attention, residual, norm, gated feed-forward, residual. Returns the block's keys and values as well."""
+    h, gate = _rms_norm(w["pre_attention_norm"], x, cond)
+    q = _einsum("...td,ndh->...tnh", h, w["attn"]["q_einsum"], config.attn_lora)
+    k, v = _einsum("...td,ckdh->c...tkh", h, w["attn"]["kv_einsum"], config.attn_lora)
+    q = checkpoint_name(_rope(q, turn) * config.head_dim**-0.5, "qkv")
+    k, v = checkpoint_name(_rope(k, turn), "qkv"), checkpoint_name(v, "qkv")
+    attended = checkpoint_name(attend(q, k, v), "attention")
+    out = _einsum("...tnh,nhd->...td", attended, w["attn"]["attn_vec_einsum"], config.attn_lora)
+    x = _residual(x, out, gate)
+    h, gate = _rms_norm(w["pre_ffw_norm"], x, cond)
+    return _residual(x, _feed_forward(w["mlp"], h), gate), (k, v)
+
+
+def _rms_norm(
+    params: Params, x: Float[Array, "... T W"], cond: Float[Array, "... W"] | None
+) -> tuple[Float[Array, "... T W"], Float[Array, "... 1 W"] | None]:
+    """RMS norm with statistics in float32. With a condition: adaptive scale and shift, and a gate for the residual."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jnp.reciprocal(jnp.sqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6))
+    if cond is None:
+        # A frozen scale is stored in bfloat16: 1 + scale must not be rounded to it.
+        return (normed * (1 + params["scale"].astype(jnp.float32))).astype(x.dtype), None
+    dense = params["Dense_0"]
+    modulation = cond.astype(x.dtype) @ dense["kernel"].astype(x.dtype) + dense["bias"].astype(x.dtype)
+    scale, shift, gate = jnp.split(modulation[..., None, :], 3, axis=-1)
+    return (normed * (1 + scale.astype(jnp.float32)) + shift).astype(x.dtype), gate
+
+
+def _residual(x: Array, branch: Array, gate: Array | None) -> Array:
+    return x + branch if gate is None else x + branch * gate
+
+
+def rotation(positions: Int[Array, "... T"], head_dim: int, limit: int) -> Rotation:
+    """Sine and cosine of every position's rotary angles, looked up in a table of `limit` positions.
+
+    Wavelengths reach 10,000; angles are rounded to float32 as OpenPI's are. Computed in jax instead, XLA would replace
+    the division by a product with the reciprocal, which at position 500 is visible in the fifth digit of a key.
+    """
+    half = head_dim // 2
+    wavelengths = (10_000 ** (np.arange(half) / half)).astype(np.float32)
+    angles = np.arange(limit, dtype=np.float32)[:, None] / wavelengths
+    sin, cos = (jnp.asarray(f(angles.astype(np.float64)), jnp.float32) for f in (np.sin, np.cos))
+    return Rotation(sin[positions][..., None, :], cos[positions][..., None, :])
+
+
+def _rope(x: Float[Array, "... T n h"], rotation: Rotation) -> Float[Array, "... T n h"]:
+    """Rotary positions: the two halves of a head (not neighbouring pairs) are rotated, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sin, cos = rotation
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _grouped(q: Float[Array, "... T n h"], k: Float[Array, "... S K h"]) -> Float[Array, "... T K g h"]:
+    """Query heads arranged by the key/value head they share."""
+    return q.reshape(*q.shape[:-2], k.shape[-2], -1, q.shape[-1])
+
+
+def _einsum(equation: str, x: Array, params: Params, lora: LoRAConfig | None) -> Array:
+    """A projection with its low-rank adapter; the rank is the last axis of `lora_a`, the last but one of `lora_b`."""
+    out = jnp.einsum(equation, x, params["w"].astype(x.dtype))
+    if lora is None:
+        return out
+    left, out_axes = equation.split("->")
+    x_axes, w_axes = left.split(",")
+    rows, columns = w_axes[-2], w_axes[-1]
+    low_axes = out_axes.replace(columns, "r")
+    low = jnp.einsum(f"{x_axes},{w_axes.replace(columns, 'r')}->{low_axes}", x, params["lora_a"].astype(x.dtype))
+    up = jnp.einsum(f"{low_axes},{w_axes.replace(rows, 'r')}->{out_axes}", low, params["lora_b"].astype(x.dtype))
+    return out + up * lora.scaling
+
+
+def _feed_forward(params: Params, x: Float[Array, "... T W"]) -> Float[Array, "... T W"]:
+    """GELU-gated feed-forward. Its adapters are added unscaled, as in OpenPI."""
+
+    def dot(x: Array, name: str, index: int | None = None) -> Array:
+        def weight(key: str) -> Array:
+            w = params[key] if index is None else params[key][index]
+            return w.astype(x.dtype)
+
+        out = x @ weight(name)
+        return out + (x @ weight(f"{name}_lora_a")) @ weight(f"{name}_lora_b") if f"{name}_lora_a" in params else out
+
+    gate = checkpoint_name(dot(x, "gating_einsum", 0), "gate")
+    up = checkpoint_name(dot(x, "gating_einsum", 1), "up")
+    return dot(jax.nn.gelu(gate, approximate=True) * up, "linear")

@@ -1,0 +1,70 @@
+"""A flow policy over the state alone: Q-chunking's network (4 × 512, GELU), behind the same contract as π₀."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pirl.models.config import MLPFlowConfig
+from pirl.models.observation import Observation
+from pirl.models.params import Leaf, Params, initialize, shapes_of, zeros
+
+
+def _dense(fan_in: int, fan_out: int) -> Leaf:
+    """Q-chunking's initialisation: uniform of variance 1/mean(fan_in, fan_out)."""
+    return Leaf((fan_in, fan_out), jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"))
+
+
+@dataclass(frozen=True)
+class MLPFlow:
+    """v(s, x_t, t) by one multi-layer perceptron over their concatenation."""
+
+    config: MLPFlowConfig
+
+    @property
+    def horizon(self) -> int:
+        """Actions per chunk."""
+        return self.config.horizon
+
+    @property
+    def action_dim(self) -> int:
+        """Size of an action."""
+        return self.config.action_dim
+
+    def declare(self) -> dict[str, Leaf]:
+        """Every parameter."""
+        c = self.config
+        chunk = c.horizon * c.action_dim
+        widths = (c.state_dim + chunk + 1, *c.hidden, chunk)
+        leaves: dict[str, Leaf] = {}
+        for i, (fan_in, fan_out) in enumerate(pairwise(widths)):
+            leaves[f"dense_{i}/kernel"] = _dense(fan_in, fan_out)
+            leaves[f"dense_{i}/bias"] = Leaf((fan_out,), zeros)
+        return leaves
+
+    def param_shapes(self) -> Params:
+        """The tree of shapes."""
+        return shapes_of(self.declare())
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters."""
+        return initialize(self.declare(), key)
+
+    def encode(self, params: Params, observation: Observation) -> Float[Array, "B S"]:
+        """There is nothing to compute: the state is the context."""
+        return jnp.asarray(observation.state)
+
+    def velocity(
+        self, params: Params, context: Float[Array, "B S"], x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+    ) -> Float[Array, "B N H A"]:
+        """dx/dt at N noisy chunks per state."""
+        batch, num = t.shape
+        state = jnp.broadcast_to(context[:, None], (batch, num, context.shape[-1]))
+        h = jnp.concatenate([state, x_t.reshape(batch, num, -1), t[..., None]], axis=-1)
+        for i in range(len(self.config.hidden) + 1):
+            h = h @ params[f"dense_{i}"]["kernel"] + params[f"dense_{i}"]["bias"]
+            if i < len(self.config.hidden):
+                h = jax.nn.gelu(h)
+        return h.reshape(x_t.shape)

@@ -1,0 +1,84 @@
+"""What the policy sees: OpenPI's model input as a pytree."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt8
+
+from pirl import names
+from pirl.errors import ConfigError
+
+AnyArray = Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One batch of observations. A camera the robot does not have is simply absent."""
+
+    images: dict[str, Float[AnyArray, "B ..."] | UInt8[AnyArray, "B ..."]]
+    """Per camera slot [B, h, w, 3]: uint8, or float in [-1, 1]."""
+    image_masks: dict[str, Bool[AnyArray, "B"]]
+    """Per camera slot: is the picture real? Camera slots without a mask are."""
+    state: Float[AnyArray, "B S"]
+    """Proprioception, normalised and padded to the model's action dimension."""
+    tokenized_prompt: Int[AnyArray, "B L"] | None = None
+    """Prompt tokens, padded on the right."""
+    tokenized_prompt_mask: Bool[AnyArray, "B L"] | None = None
+    """Which prompt tokens are real."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Observation":
+        """From OpenPI's model-input dictionary (other keys, such as actions, are ignored)."""
+        if names.STATE not in data:
+            raise ConfigError(f"an observation has the keys {sorted(data)}, but {names.STATE!r} is not among them")
+        prompt, mask = data.get(names.TOKENIZED_PROMPT), data.get(names.TOKENIZED_PROMPT_MASK)
+        if (prompt is None) != (mask is None):
+            raise ConfigError("tokenized_prompt and tokenized_prompt_mask go together; one of them is missing")
+        return cls(
+            images=dict(data.get(names.IMAGE, {})),
+            image_masks=dict(data.get(names.IMAGE_MASK, {})),
+            state=data[names.STATE],
+            tokenized_prompt=prompt,
+            tokenized_prompt_mask=mask,
+        )
+
+
+def drop_absent_cameras(observation: Observation) -> Observation:
+    """Leave out cameras that no sample of the batch has. The result is the same and the sequence is shorter.
+
+    Works on concrete masks (on the host, or outside jit): which cameras remain decides the shapes.
+    """
+    kept = [name for name, mask in observation.image_masks.items() if np.asarray(mask).any()]
+    kept += [name for name in observation.images if name not in observation.image_masks]
+    return replace(
+        observation,
+        images={name: image for name, image in observation.images.items() if name in kept},
+        image_masks={name: mask for name, mask in observation.image_masks.items() if name in kept},
+    )
+
+
+def cut_prompt(observation: Observation, buckets: Sequence[int]) -> Observation:
+    """Cut the prompt's padding to the smallest bucket that holds the longest prompt of the batch.
+
+    Few buckets mean few compilations. Works on concrete masks, like `drop_absent_cameras`.
+    """
+    if observation.tokenized_prompt is None or observation.tokenized_prompt_mask is None:
+        return observation
+    used = np.flatnonzero(np.asarray(observation.tokenized_prompt_mask).any(0))
+    longest = int(used[-1]) + 1 if used.size else 0
+    length = min((b for b in buckets if b >= longest), default=observation.tokenized_prompt.shape[1])
+    return replace(
+        observation,
+        tokenized_prompt=observation.tokenized_prompt[:, :length],
+        tokenized_prompt_mask=observation.tokenized_prompt_mask[:, :length],
+    )
+
+
+def batch_size(observation: Observation) -> int:
+    """Number of samples."""
+    state: Shaped[AnyArray, "B S"] = observation.state
+    return state.shape[0]

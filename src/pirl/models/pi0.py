@@ -1,0 +1,192 @@
+"""π₀ and π₀.₅: from pixels to the velocity of an action chunk, over OpenPI's parameter tree.
+
+    encode    pictures -> SigLIP ┐
+              prompt -> embedder ┴-> VLM (Gemma, expert 0) -> per-layer keys and values      once per observation
+    velocity  state, x_t, t -> action expert (Gemma, expert 1), attending to those -> dx/dt   as often as wanted
+
+π₀ feeds the state as a token and mixes the time into the action tokens; π₀.₅ has the state in its prompt and feeds the
+time through adaptive norms. All else is shared. `flow.py` makes the loss and the sampler from these two calls.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pirl.errors import ConfigError
+from pirl.models import gemma, preprocess, siglip
+from pirl.models.config import Pi0Config
+from pirl.models.observation import Observation
+from pirl.models.params import Leaf, Params, initialize, lecun_normal, prefixed, shapes_of, zeros
+
+MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
+"""Periods of the flow time's embedding."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Everything `velocity` needs of an observation, and what a critic reads."""
+
+    keys: Float[Array, "layers B P K h"]
+    """Keys of the prefix in each layer, positions applied."""
+    values: Float[Array, "layers B P K h"]
+    """Values of the prefix in each layer."""
+    mask: Bool[Array, "B P"]
+    """Which prefix tokens are real."""
+    positions: Int[Array, "B P"]
+    """Positions of the prefix tokens; padding does not advance them."""
+    features: Float[Array, "B P W"]
+    """Hidden states at `config.feature_layer`, with no gradient into the VLM."""
+    out: Float[Array, "B P W"]
+    """The VLM's own output (unused by π₀; free if unused)."""
+    state: Float[Array, "B S"]
+    """Proprioception."""
+
+
+@dataclass(frozen=True)
+class Pi0:
+    """The policy: a configuration and pure functions over a parameter tree."""
+
+    config: Pi0Config
+
+    @property
+    def horizon(self) -> int:
+        """Actions per chunk."""
+        return self.config.horizon
+
+    @property
+    def action_dim(self) -> int:
+        """Dimension of padded actions."""
+        return self.config.action_dim
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters, initialised as OpenPI does."""
+        return initialize(declare(self.config), key)
+
+    def encode(self, params: Params, observation: Observation) -> Context:
+        """Run SigLIP and the VLM once. Pictures may be raw (uint8, any size) or prepared."""
+        config = self.config
+        x, mask = embed_prefix(params, config, observation)
+        # Padding does not advance positions, so leaving it out changes nothing.
+        positions = jnp.cumsum(mask, axis=1) - 1
+        prefix = gemma.encode_prefix(params["PaliGemma"]["llm"], config, x, mask, positions)
+        return Context(
+            keys=prefix.keys,
+            values=prefix.values,
+            mask=mask,
+            positions=positions,
+            features=prefix.features,
+            out=prefix.out,
+            state=jnp.asarray(observation.state),
+        )
+
+    def velocity(
+        self, params: Params, context: Context, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+    ) -> Float[Array, "B N H A"]:
+        """dx/dt at N noisy chunks per observation."""
+        suffix = run_expert(params, self.config, context, x_t, t)
+        return _linear(params["action_out_proj"], suffix.out[:, :, -x_t.shape[2] :])
+
+
+def declare(config: Pi0Config) -> dict[str, Leaf]:
+    """Every parameter with OpenPI's name, shape and initialisation."""
+    width, dim = config.expert.width, config.action_dim
+    heads = {"action_in_proj": (dim, width), "action_out_proj": (width, dim)}
+    if config.pi05:
+        heads |= {"time_mlp_in": (width, width), "time_mlp_out": (width, width)}
+    else:
+        heads |= {
+            "state_proj": (dim, width),
+            "action_time_mlp_in": (2 * width, width),
+            "action_time_mlp_out": (width, width),
+        }
+    leaves = prefixed(
+        "PaliGemma/img",
+        siglip.declare(config.vision, num_patches=config.tokens_per_image, out_width=config.vlm.width),
+    )
+    leaves |= prefixed("PaliGemma/llm", gemma.declare(config))
+    for name, (fan_in, fan_out) in heads.items():
+        leaves[f"{name}/kernel"] = Leaf((fan_in, fan_out), lecun_normal(fan_in))
+        leaves[f"{name}/bias"] = Leaf((fan_out,), zeros)
+    return leaves
+
+
+def param_shapes(config: Pi0Config) -> Params:
+    """The tree of shapes; nothing is allocated."""
+    return shapes_of(declare(config))
+
+
+def embed_prefix(
+    params: Params, config: Pi0Config, observation: Observation
+) -> tuple[Float[Array, "B P W"], Bool[Array, "B P"]]:
+    """Picture tokens camera by camera, then prompt tokens, with the mask of real ones."""
+    observation = preprocess.prepare(observation, size=config.image_size, cameras=config.cameras)
+    if not observation.images and observation.tokenized_prompt is None:
+        raise ConfigError("an observation with neither pictures nor a prompt has no prefix to encode")
+    dtype = jnp.dtype(config.dtype)
+    tokens, masks = [], []
+    if observation.images:
+        # All cameras in one pass: SigLIP sees each picture alone.
+        stacked = jnp.stack(list(observation.images.values()), axis=1)
+        batch, cameras = stacked.shape[:2]
+        x = siglip.encode_images(params["PaliGemma"]["img"], config, stacked.reshape(-1, *stacked.shape[2:]))
+        tokens.append(x.reshape(batch, -1, x.shape[-1]))
+        present = jnp.stack([observation.image_masks[name] for name in observation.images], axis=1)
+        masks.append(jnp.repeat(present, tokens[0].shape[1] // cameras, axis=1))
+    if observation.tokenized_prompt is not None:
+        tokens.append(gemma.embed_tokens(params["PaliGemma"]["llm"], jnp.asarray(observation.tokenized_prompt), dtype))
+        masks.append(jnp.asarray(observation.tokenized_prompt_mask))
+    return jnp.concatenate(tokens, axis=1).astype(dtype), jnp.concatenate(masks, axis=1)
+
+
+def embed_suffix(
+    params: Params, config: Pi0Config, state: Float[Array, "B S"], x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+) -> tuple[Float[Array, "B N T W"], Bool[Array, "T T"], Float[Array, "B N W"] | None]:
+    """Suffix tokens, which of them may attend to which, and the condition of the adaptive norms (π₀.₅ only)."""
+    actions = _linear(params["action_in_proj"], x_t)
+    time = embed_time(t, config.expert.width)
+    horizon = x_t.shape[2]
+    if config.pi05:
+        cond = jax.nn.silu(_linear(params["time_mlp_in"], time))
+        cond = jax.nn.silu(_linear(params["time_mlp_out"], cond))
+        return actions, jnp.ones((horizon, horizon), bool), cond
+    time = jnp.broadcast_to(time[:, :, None], actions.shape)
+    actions = jax.nn.silu(_linear(params["action_time_mlp_in"], jnp.concatenate([actions, time], axis=-1)))
+    actions = _linear(params["action_time_mlp_out"], actions)
+    token = _linear(params["state_proj"], state)[:, None, None]
+    x = jnp.concatenate([jnp.broadcast_to(token, (*actions.shape[:2], 1, token.shape[-1])), actions], axis=2)
+    # The state attends to itself alone, actions to everything.
+    mask = jnp.ones((horizon + 1, horizon + 1), bool).at[0, 1:].set(False)
+    return x, mask, None
+
+
+def run_expert(
+    params: Params, config: Pi0Config, context: Context, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+) -> gemma.Suffix:
+    """The action expert's hidden states for N noisy chunks per observation."""
+    x, mask, cond = embed_suffix(params, config, context.state, x_t, t)
+    return gemma.run_suffix(
+        params["PaliGemma"]["llm"],
+        config,
+        x.astype(jnp.dtype(config.dtype)),
+        context.keys,
+        context.values,
+        context.mask,
+        mask,
+        cond,
+    )
+
+
+def embed_time(t: Float[Array, "B N"], width: int) -> Float[Array, "B N W"]:
+    """Sines and cosines of the flow time, in float32: the shortest period makes one ulp of t visible."""
+    fraction = jnp.linspace(0.0, 1.0, width // 2)
+    period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction
+    angle = t.astype(jnp.float32)[..., None] * (1.0 / period * 2 * jnp.pi)
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
+def _linear(params: Params, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+    """A head. It has no type of its own: float32 weights or inputs make a float32 result, as in OpenPI."""
+    return x @ params["kernel"] + params["bias"]

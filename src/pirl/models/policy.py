@@ -1,0 +1,36 @@
+"""The contract of a flow policy: encode once, flow many times."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float
+
+from pirl.models.observation import Observation
+from pirl.models.params import Params
+
+
+@runtime_checkable
+class FlowPolicy(Protocol):
+    """A velocity field over action chunks, conditioned on an observation.
+
+    Everything that does not depend on the noisy chunk belongs into `encode`, which is expensive and runs once per
+    observation. Flow loss at several times, N candidates, guidance branches and critics all share its result.
+    """
+
+    @property
+    def horizon(self) -> int:
+        """Actions per chunk."""
+
+    @property
+    def action_dim(self) -> int:
+        """Size of an action, as the policy sees it."""
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters."""
+
+    def encode(self, params: Params, observation: Observation) -> Any:
+        """The context that `velocity` needs, as a pytree."""
+
+    def velocity(
+        self, params: Params, context: Any, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+    ) -> Float[Array, "B N H A"]:
+        """dx/dt at N noisy chunks per observation; t = 1 is noise, t = 0 is data."""

@@ -1,0 +1,92 @@
+"""SigLIP, the vision transformer of PaliGemma, over OpenPI's parameters (`PaliGemma/img`)."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from pirl.models.config import Pi0Config, SigLIPConfig
+from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixed, xavier_uniform, zeros
+from pirl.models.remat import rematerialised
+
+
+def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[str, Leaf]:
+    """Every parameter with OpenPI's name, shape and initialisation."""
+    width, heads, head_dim, mlp = config.width, config.num_heads, config.width // config.num_heads, config.mlp_dim
+    block: dict[str, Leaf] = {}
+    for norm in ("LayerNorm_0", "LayerNorm_1"):
+        block |= {f"{norm}/scale": Leaf((width,), ones), f"{norm}/bias": Leaf((width,), zeros)}
+    for name in ("query", "key", "value"):
+        path = f"MultiHeadDotProductAttention_0/{name}"
+        block[f"{path}/kernel"] = Leaf((width, heads, head_dim), xavier_uniform(width, width))
+        block[f"{path}/bias"] = Leaf((heads, head_dim), zeros)
+    out = "MultiHeadDotProductAttention_0/out"
+    block[f"{out}/kernel"] = Leaf((heads, head_dim, width), xavier_uniform(width, width))
+    block[f"{out}/bias"] = Leaf((width,), zeros)
+    for name, fan_in, fan_out in (("Dense_0", width, mlp), ("Dense_1", mlp, width)):
+        block[f"MlpBlock_0/{name}/kernel"] = Leaf((fan_in, fan_out), xavier_uniform(fan_in, fan_out))
+        block[f"MlpBlock_0/{name}/bias"] = Leaf((fan_out,), normal(1e-6))
+    patch = config.patch_size
+    return {
+        "embedding/kernel": Leaf((patch, patch, 3, width), lecun_normal(patch * patch * 3)),
+        "embedding/bias": Leaf((width,), zeros),
+        "pos_embedding": Leaf((1, num_patches, width), normal(width**-0.5)),
+        **prefixed("Transformer/encoderblock", block, stack=config.depth),
+        "Transformer/encoder_norm/scale": Leaf((width,), ones),
+        "Transformer/encoder_norm/bias": Leaf((width,), zeros),
+        # Zero as in OpenPI: before training, a fresh model does not see.
+        "head/kernel": Leaf((width, out_width), zeros),
+        "head/bias": Leaf((out_width,), zeros),
+    }
+
+
+def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w 3"]) -> Float[Array, "B P W"]:
+    """Pictures in [-1, 1] to one token per patch, row by row."""
+    dtype = jnp.dtype(config.dtype)
+    x = _patches(images, config.vision.patch_size)
+    kernel = params["embedding"]["kernel"].astype(jnp.float32)
+    x = x @ kernel.reshape(-1, kernel.shape[-1]) + params["embedding"]["bias"]
+    x = (x + params["pos_embedding"]).astype(dtype)
+
+    def block(x: Array, w: Params) -> tuple[Array, None]:
+        x = x + _attention(w["MultiHeadDotProductAttention_0"], _layer_norm(w["LayerNorm_0"], x))
+        h = checkpoint_name(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
+        return x + _dense(w["MlpBlock_0"]["Dense_1"], jax.nn.gelu(h, approximate=True)), None
+
+    x, _ = jax.lax.scan(rematerialised(block, config.remat), x, params["Transformer"]["encoderblock"])
+    return _dense(params["head"], _layer_norm(params["Transformer"]["encoder_norm"], x))
+
+
+def _patches(images: Float[Array, "B h w 3"], patch: int) -> Float[Array, "B P K"]:
+    """Non-overlapping patches as rows (what a strided convolution without padding sees)."""
+    batch, height, width, channels = images.shape
+    rows, columns = height // patch, width // patch
+    x = images[:, : rows * patch, : columns * patch].astype(jnp.float32)
+    x = x.reshape(batch, rows, patch, columns, patch, channels).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(batch, rows * columns, patch * patch * channels)
+
+
+def _layer_norm(params: Params, x: Float[Array, "B P W"]) -> Float[Array, "B P W"]:
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    # E[x²] - E[x]², as flax computes it.
+    variance = jnp.maximum(0.0, jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean))
+    scale = jax.lax.rsqrt(variance + 1e-6) * params["scale"]
+    return ((wide - mean) * scale + params["bias"]).astype(x.dtype)
+
+
+def _dense(params: Params, x: Float[Array, "B P I"]) -> Float[Array, "B P O"]:
+    return x @ params["kernel"].astype(x.dtype) + params["bias"].astype(x.dtype)
+
+
+def _attention(params: Params, x: Float[Array, "B P W"]) -> Float[Array, "B P W"]:
+    def project(name: str) -> Array:
+        w = params[name]
+        return jnp.einsum("bpd,dnh->bpnh", x, w["kernel"].astype(x.dtype)) + w["bias"].astype(x.dtype)
+
+    q, k, v = (checkpoint_name(project(name), "vision_qkv") for name in ("query", "key", "value"))
+    # Unlike Gemma's, this softmax is taken in the activations' type.
+    logits = jnp.einsum("bqnh,bknh->bnqk", q / jnp.sqrt(q.shape[-1]).astype(q.dtype), k)
+    out = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits, axis=-1), v)
+    out = jnp.einsum("bqnh,nhd->bqd", out, params["out"]["kernel"].astype(x.dtype))
+    return out + params["out"]["bias"].astype(x.dtype)

@@ -1,0 +1,18 @@
+"""Fixtures of every test: the golden families, small policies."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests spend their time compiling, not computing: half the optimisation, half the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+import pytest
+
+from golden_data import FAMILIES, GOLDEN, Family
+
+
+@pytest.fixture(scope="session", params=sorted(FAMILIES) or [None])
+def family(request: pytest.FixtureRequest) -> Family:
+    """Every model of the golden set in turn."""
+    assert request.param is not None, f"no family folder with a config.json in {GOLDEN}"
+    return FAMILIES[request.param]

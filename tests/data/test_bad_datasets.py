@@ -1,0 +1,337 @@
+"""Damaged datasets are refused where they are read, with the file and the episode named."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pirl.data import lerobot, video
+from pirl.data.cache import CacheConfig
+from pirl.data.dataset import LeRobotSource
+from pirl.data.outcomes import OutcomeRule
+from pirl.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+HIGH = "observation.images.cam_high"
+Copy = Callable[[str], Path]
+
+
+def read(root: Path, tier: str = "disk", **settings: Any) -> LeRobotSource:
+    source = LeRobotSource(
+        root, cameras={"base_0_rgb": HIGH}, image_size=32, cache=CacheConfig(tier=tier, workers=2), **settings
+    )
+    source.prepare()
+    return source
+
+
+def refuse(root: Path, *told: str | Path, **settings: Any) -> None:
+    """Reading fails with an error that says all of this, and leaves nothing half-written behind."""
+    with pytest.raises(DataError) as caught:
+        read(root, **settings)
+    for expected in told:
+        assert str(expected) in caught.value.message
+    assert caught.value.hint
+    assert not list(root.parent.rglob("*.tmp"))
+
+
+def rewrite(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def with_column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[pa.Table], pa.Table]:
+    def changed(table: pa.Table) -> pa.Table:
+        old = table.column(name)
+        values = change(np.array(old.to_pylist()))
+        return table.set_column(table.column_names.index(name), name, pa.array(values.tolist(), old.type))
+
+    return changed
+
+
+def edit_episode(root: Path, number: int, **changes: Any) -> None:
+    path = root / "meta/episodes.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[number] |= changes
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+def encode(path: Path, pictures: np.ndarray, times: list[int]) -> None:
+    """A video whose frames have these numbers, with its index at the front of the file."""
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as target:
+        stream = target.add_stream("libx264", rate=50)
+        stream.height, stream.width, stream.pix_fmt = *pictures.shape[1:3], "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 50)
+        for number, picture in zip(times, pictures, strict=True):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts = number
+            target.mux(stream.encode(frame))
+        target.mux(stream.encode())
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.9])
+@pytest.mark.parametrize("name", ["v21_video", "v30_video"])
+def test_truncated_video(dataset_copy: Copy, name: str, kept: float) -> None:
+    root = dataset_copy(name)
+    path = sorted((root / "videos").rglob(f"*{HIGH}/**/*.mp4"))[-1]
+    os.truncate(path, int(path.stat().st_size * kept))
+    refuse(root, path, "episode ")
+
+
+def test_truncated_video_whose_index_survived(dataset_copy: Copy) -> None:
+    """With the index at the front of the file, a cut video opens well and then ends too early."""
+    root = dataset_copy("v21_video")
+    meta = lerobot.read_meta(root)
+    path = meta.episodes[2].cameras[HIGH].path
+    encode(path, video.read_frames(meta, meta.episodes[2], HIGH, size=None), list(range(52)))
+    read(root, tier="pool").frames(2)
+    os.truncate(path, int(path.stat().st_size * 0.8))
+    refuse(root, path, "episode 2")
+
+
+def test_frames_missing_in_the_middle_of_a_video(dataset_copy: Copy) -> None:
+    root = dataset_copy("v21_video")
+    meta = lerobot.read_meta(root)
+    episode = meta.episodes[0]
+    pictures = video.read_frames(meta, episode, HIGH, size=None)
+    path = episode.cameras[HIGH].path
+    encode(path, pictures, list(range(len(pictures))))
+    read(root, tier="pool").frames(0)
+    encode(path, pictures[:-2], [*range(10), *range(12, len(pictures))])
+    refuse(root, path, "episode 0", "found frame 12", "expected frame 10")
+
+
+def test_video_shorter_or_longer_than_its_episode(dataset_copy: Copy) -> None:
+    root = dataset_copy("v21_video")
+    meta = lerobot.read_meta(root)
+    short, long = (meta.episodes[index].cameras[HIGH].path for index in (0, 1))
+    short_bytes = short.read_bytes()
+    short.write_bytes(long.read_bytes())
+    refuse(root, short, "episode 0", "80 frames", "length is 37")
+    short.write_bytes(short_bytes)
+    long.write_bytes(short_bytes)
+    refuse(root, long, "episode 1", "ends before frame 37", "expected frames 0 to 79")
+
+
+def test_data_rows_and_metadata_disagree(dataset_copy: Copy, edit_info: Callable[..., None]) -> None:
+    root = dataset_copy("v21_image")
+    edit_episode(root, 3, length=44)
+    refuse(root, root / "meta/info.json", "total_frames is 277", "276")
+    edit_info(root, total_frames=276)
+    refuse(root, "episode_000003.parquet", "episode 3", "45 data rows", "length is 44")
+
+
+@pytest.mark.parametrize("name", ["v21_video", "v30_video_multifile"])
+def test_rows_missing_at_the_end_of_an_episode(dataset_copy: Copy, name: str) -> None:
+    root = dataset_copy(name)
+    path = lerobot.read_meta(root).episodes[1].data.path
+    table = pq.read_table(path)
+    of_episode = np.flatnonzero(table.column("episode_index").to_numpy() == 1)
+    pq.write_table(table.take(np.setdiff1d(np.arange(table.num_rows), of_episode[-3:])), path)
+    refuse(root, path, "episode 1", "77 data rows", "length is 80")
+
+
+def test_rows_missing_in_the_middle_although_the_number_is_right(dataset_copy: Copy) -> None:
+    root = dataset_copy("v30_image")
+    path = lerobot.read_meta(root).episodes[1].data.path
+    rewrite(path, with_column("frame_index", lambda frames: np.where(frames > 40, frames + 1, frames)))
+    refuse(root, path, "episode 1", "frame_index is 42", "expected 41")
+
+
+def test_rows_of_episodes_mixed_up(dataset_copy: Copy) -> None:
+    root = dataset_copy("v30_video")
+    path = lerobot.read_meta(root).episodes[0].data.path
+    rewrite(path, lambda table: table.take(np.roll(np.arange(table.num_rows), 5)))
+    refuse(root, path, "not those of episodes 0 to 4")
+
+
+@pytest.mark.parametrize("fps", [25, 30, 60, 100])
+@pytest.mark.parametrize("name", ["v21_video", "v21_image", "v30_video", "v30_image"])
+def test_wrong_fps(dataset_copy: Copy, edit_info: Callable[..., None], name: str, fps: int) -> None:
+    root = dataset_copy(name)
+    edit_info(root, fps=fps)
+    refuse(root, "episode 0", f"{fps} fps", root / "meta" if name == "v30_video" else root / "data")
+
+
+@pytest.mark.parametrize("fps", [25, 30, 60, 100])
+def test_wrong_fps_where_only_the_video_can_tell(dataset_copy: Copy, fps: int) -> None:
+    meta = replace(lerobot.read_meta(dataset_copy("v21_video")), fps=fps)
+    with pytest.raises(DataError, match=r"fps in meta/info\.json is wrong") as caught:
+        video.read_frames(meta, meta.episodes[1], HIGH, size=None)
+    assert "episode 1" in caught.value.message
+
+
+@pytest.mark.parametrize("column", ["action", "timestamp", "next.reward"])
+def test_a_column_missing_from_a_data_file(dataset_copy: Copy, column: str) -> None:
+    root = dataset_copy("v21_video")
+    path = lerobot.read_meta(root).episodes[2].data.path
+    rewrite(path, lambda table: table.drop_columns([column]))
+    refuse(root, path, "episode 2", repr(column))
+
+
+def test_an_image_column_missing_from_a_data_file(dataset_copy: Copy) -> None:
+    root = dataset_copy("v21_image")
+    path = lerobot.read_meta(root).episodes[2].data.path
+    rewrite(path, lambda table: table.drop_columns([HIGH]))
+    refuse(root, path, "episode 2", HIGH)
+
+
+def test_a_picture_that_is_none(dataset_copy: Copy) -> None:
+    root = dataset_copy("v30_image")
+    path = lerobot.read_meta(root).episodes[1].data.path
+
+    def spoil(table: pa.Table) -> pa.Table:
+        cells = table.column(HIGH).to_pylist()
+        cells[37 + 6]["bytes"] = cells[37 + 6]["bytes"][:60]
+        return table.set_column(table.column_names.index(HIGH), HIGH, pa.array(cells, table.schema.field(HIGH).type))
+
+    rewrite(path, spoil)
+    refuse(root, path, "episode 1", "picture 6")
+
+
+def test_vectors_of_another_length_than_declared(dataset_copy: Copy) -> None:
+    root = dataset_copy("v30_video")
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    info["features"]["action"]["shape"] = [7]
+    path.write_text(json.dumps(info))
+    refuse(root, "file-000.parquet", "'action'", "expected 7 per row")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", ["action", "observation.state", "next.reward"])
+def test_values_that_are_not_finite(dataset_copy: Copy, column: str, value: float) -> None:
+    root = dataset_copy("v30_video_multifile")
+    path = lerobot.read_meta(root).episodes[2].data.path
+
+    def spoil(values: np.ndarray) -> np.ndarray:
+        rows = np.flatnonzero(pq.read_table(path).column("episode_index").to_numpy() == 2)
+        values.reshape(len(values), -1)[rows[9], -1] = value
+        return values
+
+    rewrite(path, with_column(column, spoil))
+    refuse(root, path, "episode 2", column, "frame 9")
+    if column == "next.reward":
+        read(root, tier="pool", outcome=OutcomeRule(rule="step_penalty"))  # which has no use for it
+
+
+@pytest.mark.parametrize("name", ["v21_video", "v21_image"])
+def test_an_episode_of_one_frame_works(dataset_copy: Copy, edit_info: Callable[..., None], name: str) -> None:
+    root = dataset_copy(name)
+    edit_episode(root, 0, length=1)
+    edit_info(root, total_frames=277 - 36)
+    meta = lerobot.read_meta(root)
+    rewrite(meta.episodes[0].data.path, lambda table: table.slice(0, 1))
+    if name == "v21_video":
+        path = meta.episodes[0].cameras[HIGH].path
+        encode(path, np.full((1, 96, 128, 3), 200, np.uint8), [0])
+    source = read(root)
+    episode = source.episode(0)
+    assert len(episode) == 1
+    assert episode.truncated.tolist() == [True]
+    assert source.frames(0)["base_0_rgb"].shape == (1, 24, 32, 3)
+    if name == "v21_video":
+        assert abs(float(source.frames(0)["base_0_rgb"].mean()) - 200) < 2
+    np.testing.assert_array_equal(source.episode(1).actions[:, 0], 1000 + np.arange(80))
+
+
+@pytest.mark.parametrize("version", ["v1.6", "v3.1", "v4.0", None, 3])
+def test_unknown_format_version(dataset_copy: Copy, edit_info: Callable[..., None], version: object) -> None:
+    root = dataset_copy("v30_video")
+    edit_info(root, codebase_version=version)
+    refuse(root, root / "meta/info.json", repr(version), "v2.0, v2.1, v3.0")
+
+
+@pytest.mark.parametrize("change", [{"fps": 0}, {"fps": "fast"}, {"features": None}, {"data_path": "{nothing}"}])
+def test_metadata_that_makes_no_sense(
+    dataset_copy: Copy, edit_info: Callable[..., None], change: dict[str, object]
+) -> None:
+    root = dataset_copy("v21_video")
+    edit_info(root, **change)
+    refuse(root, root / "meta", "not what format v2.1 prescribes")
+
+
+def test_missing_camera_state_or_action(dataset_copy: Copy) -> None:
+    root = dataset_copy("v21_video")
+    for cameras, told in (
+        ({"base_0_rgb": "observation.images.top"}, HIGH),
+        ({"base_0_rgb": "action"}, "not a picture"),
+    ):
+        with pytest.raises(DataError, match=re.escape(told)) as caught:
+            LeRobotSource(root, cameras=cameras)
+        assert next(iter(cameras.values())) in caught.value.message
+    for key in ("state_key", "action_key"):
+        with pytest.raises(DataError, match=r"no feature 'actions'; the dataset has\n +action\n"):
+            LeRobotSource(root, cameras={}, **{key: "actions"})
+        with pytest.raises(DataError, match="expected numbers"):
+            LeRobotSource(root, cameras={}, **{key: HIGH})
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("v21_video", "meta/info.json"),
+        ("v21_video", "meta/episodes.jsonl"),
+        ("v21_video", "meta/tasks.jsonl"),
+        ("v21_video", "data/chunk-000/episode_000003.parquet"),
+        ("v21_video", f"videos/chunk-000/{HIGH}/episode_000003.mp4"),
+        ("v30_video", "meta/tasks.parquet"),
+        ("v30_video", "meta/episodes/chunk-000/file-000.parquet"),
+        ("v30_video_multifile", f"videos/{HIGH}/chunk-001/file-000.mp4"),
+        ("v30_video_multifile", "data/chunk-001/file-001.parquet"),
+    ],
+)
+def test_missing_file(dataset_copy: Copy, name: str, missing: str) -> None:
+    root = dataset_copy(name)
+    (root / missing).unlink()
+    told = ["episode "] if missing.startswith(("data", "videos")) else []
+    refuse(root, re.sub(r"/chunk-000/file-000.parquet$", "", missing), *told)
+
+
+@pytest.mark.parametrize("damaged", ["meta/info.json", "meta/episodes.jsonl", "data/chunk-000/episode_000003.parquet"])
+def test_damaged_file(dataset_copy: Copy, damaged: str) -> None:
+    root = dataset_copy("v21_video")
+    os.truncate(root / damaged, (root / damaged).stat().st_size - 40)
+    refuse(root, damaged, "cannot be read")
+
+
+def test_frames_of_another_size_than_declared(dataset_copy: Copy) -> None:
+    root = dataset_copy("v21_video")
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    info["features"][HIGH]["shape"] = [120, 160, 3]
+    path.write_text(json.dumps(info))
+    refuse(root, "episode ", "96x128", "120x160")
+
+
+def test_a_task_that_is_not_listed(dataset_copy: Copy) -> None:
+    root = dataset_copy("v21_video")
+    path = root / "meta/tasks.jsonl"
+    path.write_text(path.read_text().splitlines()[0])
+    refuse(root, "episode ", "task_index is 1")
+
+
+def test_a_dataset_found_nowhere(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*args: object, **settings: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(DataError) as caught:
+        lerobot.resolve("someone/robot")
+    for place in ("someone/robot (no such folder)", str(own_home / "lerobot_home/someone/robot"), "no route to host"):
+        assert place in caught.value.message
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    for path in (own_home, own_home / "nothing", "./a/b", "a"):
+        with pytest.raises(DataError, match="looked at"):
+            lerobot.resolve(path)

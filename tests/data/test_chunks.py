@@ -1,0 +1,323 @@
+"""Q-chunks against a slow re-derivation, step by step in plain Python, and what the critic may see of an ending."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pirl.data.chunks import (
+    bootstrap_rows,
+    choose_donors,
+    chunk_actions,
+    chunk_outcomes,
+    fill_tails,
+    known_steps,
+    tabulate,
+    validate_qchunking_batch_format,
+)
+from pirl.errors import DataError
+from pirl.records import Episode
+
+
+def make_episode(number, rewards, terminated, truncated=None, plan=None, plan_horizon=6):
+    """Actions and states that tell where they come from: [episode, step]."""
+    steps = len(rewards)
+    where = np.stack([np.full(steps, number + 1), np.arange(steps)], axis=1).astype(np.float32)
+    intended = None
+    if plan is not None:
+        ahead = np.arange(steps)[:, None] + np.arange(plan_horizon)
+        intended = np.stack([np.full(ahead.shape, number + 1), ahead], axis=-1).astype(np.float32)
+        intended[:, plan:] = np.nan
+    return Episode(
+        task=f"task {number}",
+        state=where,
+        actions=where,
+        rewards=np.array(rewards, np.float32),
+        terminated=np.array(terminated, bool),
+        truncated=np.zeros(steps, bool) if truncated is None else np.array(truncated, bool),
+        intended=intended,
+    )
+
+
+@st.composite
+def episode_lists(draw):
+    """Episodes of all kinds: one step, successes at the end or in the middle, cuts, ends that nobody marked."""
+    episodes = []
+    for number in range(draw(st.integers(1, 4))):
+        steps = draw(st.integers(1, 9))
+        rewards = draw(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=steps, max_size=steps))
+        terminated = [draw(st.integers(0, 9)) == 0 for _ in range(steps)]
+        terminated[-1] = draw(st.booleans())
+        truncated = [draw(st.integers(0, 11)) == 0 for _ in range(steps)]
+        truncated[-1] = draw(st.booleans())
+        episodes.append(make_episode(number, rewards, terminated, truncated, draw(st.sampled_from([None, 0, 2, 4, 6]))))
+    return episodes
+
+
+def segment_end(episode, t):
+    """One past the last step of the recording that step t belongs to."""
+    while t + 1 < len(episode) and not episode.truncated[t]:
+        t += 1
+    return t + 1
+
+
+def slow_outcomes(episode, t, horizon, h, gamma, boundary):
+    """What a batch says about the chunk at t, from the definitions alone."""
+    end = segment_end(episode, t)
+    out = {"rewards": [], "masks": [], "valid": [], "terminals": []}
+    mask, terminal = 1.0, 0.0
+    for j in range(horizon):  # R_j, M_j, T_j, valid_j: valid_0 = 1, valid_j = 1 - T_{j-1}
+        out["valid"].append(1.0 - terminal)
+        inside = t + j < end
+        out["rewards"].append(float(episode.rewards[t + j]) if inside else 0.0)
+        if inside and episode.terminated[t + j]:
+            mask = 0.0
+        if inside and t + j == end - 1:
+            terminal = 1.0
+        out["masks"].append(mask)
+        out["terminals"].append(terminal)
+    window = [t + j for j in range(h) if t + j < end]
+    finished = next((step for step in window if episode.terminated[step]), None)
+    out["next_terminal"] = float(finished is not None)
+    if boundary == "drop":
+        out["sequence_mask"] = out["valid"][h - 1]
+        if finished is None and t + h == end:
+            out["sequence_mask"] = 0.0  # the observation after the last action was not recorded
+        out["length"] = len(window)
+        counted = window
+        successor = min(t + len(window), end - 1)
+    else:
+        if finished is not None:
+            counted = window[: finished - t + 1]
+        else:
+            counted = [step for step in window if step + 1 < end]  # steps whose successor was recorded
+        out["length"] = len(counted)
+        out["sequence_mask"] = float(len(counted) > 0)
+        successor = min(t + len(counted), end - 1)
+    out["reward_sum"] = sum(gamma ** (step - t) * float(episode.rewards[step]) for step in counted)
+    out["mc_return"] = math.nan
+    total = 0.0
+    for step in range(t, end):
+        total += gamma ** (step - t) * float(episode.rewards[step])
+        if episode.terminated[step]:
+            out["mc_return"] = total
+            break
+    return out, successor
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    episodes=episode_lists(),
+    horizon=st.integers(1, 8),
+    shorter=st.integers(0, 7),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    boundary=st.sampled_from(["pad", "drop"]),
+)
+def test_outcomes_are_those_of_the_definitions(episodes, horizon, shorter, gamma, boundary):
+    h = max(1, horizon - shorter)
+    table = tabulate(episodes, discount=gamma)
+    starts = [(episode, t) for episode in episodes for t in range(len(episode))]
+    rows = np.arange(len(table))
+    batch = chunk_outcomes(table, rows, horizon=horizon, critic_horizon=h, boundary=boundary)
+    followers = bootstrap_rows(table, rows, batch["length"])
+    for row, (episode, t) in enumerate(starts):
+        expected, successor = slow_outcomes(episode, t, horizon, h, gamma, boundary)
+        for key, value in expected.items():
+            np.testing.assert_allclose(batch[key][row], value, rtol=1e-5, atol=1e-6, err_msg=f"{key} of {row}")
+        np.testing.assert_array_equal(table.state[followers[row]], episode.state[successor])
+
+
+@settings(max_examples=100, deadline=None)
+@given(episodes=episode_lists(), horizon=st.integers(1, 8), boundary=st.sampled_from(["pad", "drop"]))
+def test_a_target_never_reads_beyond_the_end_nor_twice(episodes, horizon, boundary):
+    """The target is linear in the rewards: γ^l for each counted step of the episode, 0 for every other one."""
+    rows = np.arange(sum(map(len, episodes)))
+    table = tabulate(episodes, discount=0.9)
+    settings_ = dict(horizon=horizon, critic_horizon=horizon, boundary=boundary)
+    before = chunk_outcomes(table, rows, **settings_)["reward_sum"]
+    for changed in range(len(table)):
+        rewards = table.rewards.copy()
+        rewards[changed] += 1.0
+        after = chunk_outcomes(replace(table, rewards=rewards), rows, **settings_)["reward_sum"]
+        for row in rows[np.abs(after - before) > 1e-5]:
+            assert row <= changed < table.end[row]
+            assert after[row] - before[row] == pytest.approx(0.9 ** (changed - row), abs=1e-4)
+
+
+def test_a_cut_inside_the_chunk_bootstraps_from_the_last_recorded_observation():
+    episode = make_episode(0, [1, 2, 3, 4], [0, 0, 0, 0], [0, 0, 0, 1])
+    table = tabulate([episode], discount=0.5)
+    rows = np.arange(4)
+    batch = chunk_outcomes(table, rows, horizon=3, critic_horizon=3, boundary="pad")
+    assert batch["length"].tolist() == [3, 2, 1, 0]
+    assert bootstrap_rows(table, rows, batch["length"]).tolist() == [3, 3, 3, 3]
+    assert batch["reward_sum"].tolist() == [1 + 2 / 2 + 3 / 4, 2 + 3 / 2, 3, 0]  # never the 4: its outcome is unknown
+    assert batch["sequence_mask"].tolist() == [1, 1, 1, 0]
+    assert batch["next_terminal"].tolist() == [0, 0, 0, 0]
+    assert np.isnan(batch["mc_return"]).all()
+
+
+def test_a_success_inside_the_chunk_ends_it():
+    table = tabulate([make_episode(0, [0, 0, 1], [0, 0, 1])], discount=0.5)
+    batch = chunk_outcomes(table, np.arange(3), horizon=4, critic_horizon=4, boundary="pad")
+    assert batch["length"].tolist() == [3, 2, 1]
+    assert batch["reward_sum"].tolist() == batch["mc_return"].tolist() == [0.25, 0.5, 1.0]
+    assert batch["next_terminal"].tolist() == batch["sequence_mask"].tolist() == [1, 1, 1]
+    dropped = chunk_outcomes(table, np.arange(3), horizon=3, critic_horizon=3, boundary="drop")
+    assert dropped["sequence_mask"].tolist() == [1, 0, 0]
+
+
+def critic_view(table, rows, h, seed=0):
+    """The critic's chunks, with the raw actions as the normalised ones."""
+    known = known_steps(table, rows, critic_horizon=h)
+    donors = choose_donors(known, np.random.default_rng(seed), critic_horizon=h)
+    return fill_tails(chunk_actions(table, rows, horizon=h), known, donors), known, donors
+
+
+def test_tails_of_demonstrations_are_the_same_steps_of_another_sample():
+    """The critic sees real rows only: no zeros, no held action, whatever step the episode ended at."""
+    episodes = [make_episode(n, [0] * 12, [0] * 11 + [1]) for n in range(5)]
+    table, h = tabulate(episodes, discount=0.9), 6
+    rows = np.arange(len(table))
+    seen, known, donors = critic_view(table, rows, h)
+    real = chunk_actions(table, rows, horizon=h)
+    for sample, donor in enumerate(donors):
+        k = known[sample]
+        np.testing.assert_array_equal(seen[sample, :k], real[sample, :k])
+        np.testing.assert_array_equal(seen[sample, k:], real[donor, k:])
+        assert known[donor] == h
+        assert (donor == sample) == (k == h)
+    np.testing.assert_array_equal(seen, critic_view(table, rows, h)[0])
+    assert (seen != critic_view(table, rows, h, seed=1)[0]).any()
+
+
+def test_the_tail_does_not_tell_where_the_episode_ended():
+    """Over many draws, what the critic sees j steps after any end is distributed as in chunks without an end."""
+    table, h = tabulate([make_episode(0, [0] * 40, [0] * 39 + [1])], discount=0.9), 5
+    rng = np.random.default_rng(0)
+    last_step = {length: [] for length in range(1, h + 1)}
+    for seed in range(200):
+        rows = rng.integers(0, 40, 64)
+        seen, known, _ = critic_view(table, rows, h, seed)
+        for length in last_step:
+            last_step[length] += seen[known == length, -1, 1].tolist()
+    whole = np.mean(last_step[h])
+    spread = np.std(last_step[h])
+    for length in range(1, h):
+        values = np.array(last_step[length])
+        assert abs(values.mean() - whole) < 5 * spread / math.sqrt(len(values))
+        assert values.std() == pytest.approx(spread, rel=0.15)
+
+
+def test_rollouts_show_the_critic_what_the_policy_meant_to_do():
+    table = tabulate([make_episode(0, [0, 0, 1], [0, 0, 1], plan=6), make_episode(1, [0] * 9, [0] * 9)], discount=0.9)
+    seen, known, _ = critic_view(table, np.array([1, 2, 3]), h=5)
+    assert known.tolist() == [5, 5, 5]
+    assert seen[0, :, 1].tolist() == [1, 2, 3, 4, 5]
+    assert seen[1, :, 1].tolist() == [2, 3, 4, 5, 6]
+    assert (seen[:2, :, 0] == 1).all()
+
+
+def test_a_plan_that_was_too_short_is_completed_by_another_sample():
+    table = tabulate([make_episode(0, [0, 1], [0, 1], plan=3), make_episode(1, [0] * 9, [0] * 9)], discount=0.9)
+    actions = chunk_actions(table, np.array([1]), horizon=6)
+    assert actions[0, :, 1].tolist() == [1, 2, 3, 3, 3, 3]  # for the actor: held, and masked by `valid`
+    seen, known, _ = critic_view(table, np.array([1, 3]), h=5)
+    assert known.tolist() == [3, 5]
+    assert seen[0].tolist() == [[1, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_batches_without_a_whole_chunk_still_show_real_actions(size):
+    table = tabulate([make_episode(n, [0, 1], [0, 1]) for n in range(size)], discount=0.9)
+    rows = np.arange(size) * 2
+    seen, known, donors = critic_view(table, rows, h=5)
+    assert known.tolist() == [2] * size
+    assert (seen[:, :, 0] >= 1).all()
+    assert (seen[:, :, 1] == [0, 1, 0, 1, 0]).all()  # the donor's steps in turn, none of them held
+    if size > 1:
+        assert (donors != np.arange(size)).all()
+        assert (seen[:, 2:, 0] == (donors + 1)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": np.zeros(2, np.float32)}, r"terminated has shape \(3,\), expected \(2,\)"),
+        ({"terminated": np.zeros(2, bool)}, r"terminated has shape \(2,\), expected \(3,\)"),
+        ({"actions": np.zeros((3, 5), np.float32)}, r"actions has shape \(3, 5\), expected \(3, 2\)"),
+        ({"intended": np.zeros((3, 4, 7), np.float32)}, r"intended has shape \(3, 4, 7\), expected \(3, H, 2\)"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused_by_name(change, message):
+    good = make_episode(0, [0, 0, 1], [0, 0, 1])
+    values = {name: getattr(good, name) for name in good.__dataclass_fields__} | change
+    bad = object.__new__(Episode)  # as an untyped caller would build it
+    for name, value in values.items():
+        object.__setattr__(bad, name, value)
+    with pytest.raises(DataError, match="episode 1 .*" + message):
+        tabulate([good, bad], discount=0.9)
+    with pytest.raises(DataError, match="no episodes"):
+        tabulate([], discount=0.9)
+
+
+def good_batch(size=3, horizon=4, h=2):
+    def floats(*shape):
+        return np.zeros(shape, np.float32)
+
+    observations = {
+        "image": {"base_0_rgb": np.zeros((size, 4, 4, 3), np.uint8)},
+        "image_mask": {"base_0_rgb": np.ones(size, bool)},
+        "state": floats(size, 2),
+        "tokenized_prompt": np.zeros((size, 5), np.int32),
+        "tokenized_prompt_mask": np.ones((size, 5), bool),
+    }
+    return {
+        "observations": observations,
+        "next_observations": dict(observations),
+        "actions": floats(size, horizon, 2),
+        "critic_actions": floats(size, h, 2),
+        **{key: floats(size, horizon) for key in ("rewards", "masks", "valid", "terminals")},
+        **{key: floats(size) for key in ("next_terminal", "sequence_mask", "reward_sum", "mc_return")},
+        "length": np.zeros(size, np.int32),
+    }
+
+
+def test_a_good_batch_is_accepted():
+    batch = good_batch()
+    validate_qchunking_batch_format(batch)
+    del batch["next_observations"]
+    validate_qchunking_batch_format(batch, next_observations=False)
+    with pytest.raises(DataError, match="next_observations"):
+        validate_qchunking_batch_format(batch)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("actions", np.zeros((3, 4), np.float32), r"actions.* has shape \(3, 4\), it needs \[B, H, A\]"),
+        ("masks", np.zeros((3, 5), np.float32), r"masks.* has shape \(3, 5\), it needs \[B=3, H=4\]"),
+        ("valid", None, r"valid.* is missing; it needs shape \[B=3, H=4\]"),
+        ("next_terminal", np.zeros((3, 1), np.float32), r"next_terminal.* \(3, 1\), it needs \[B=3\]"),
+        ("length", np.zeros(3, np.float32), "length.* dtype float32, it needs signed integer"),
+        ("critic_actions", np.zeros((3, 5, 2), np.float32), r"critic_actions.* \(3, 5, 2\), more than the 4 steps"),
+        ("observations.state", np.zeros((2, 2), np.float32), r"observations.state.* \(2, 2\), it needs \[B=3, S\]"),
+        ("observations.image.base_0_rgb", np.zeros((3, 4, 4, 3), np.float32), r"image.base_0_rgb.* dtype float32"),
+        ("observations.image_mask.base_0_rgb", np.ones(2, bool), r"image_mask.base_0_rgb.* \(2,\), it needs \[B=3\]"),
+        ("observations.image_mask", {}, r"pictures of \['base_0_rgb'\] but masks for \[\]"),
+        ("observations.tokenized_prompt_mask", np.ones((3, 4), bool), r"prompt_mask.* \(3, 4\), it needs \[B=3, L=5\]"),
+        ("observations", 3, "observations.* is int"),
+    ],
+)
+def test_a_bad_batch_is_refused_by_key_and_shape(path, value, message):
+    batch = good_batch()
+    *parents, key = path.split(".")
+    node = batch
+    for parent in parents:
+        node = node[parent]
+    node[key] = value
+    with pytest.raises(DataError, match=message):
+        validate_qchunking_batch_format(batch)

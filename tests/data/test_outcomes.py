@@ -1,0 +1,169 @@
+"""Rewards and ends: success ends the task, everything else only ends the recording."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pirl.data.dataset import LeRobotSource
+from pirl.data.outcomes import Outcome, OutcomeRule, derive, describe, read_success_file
+from pirl.errors import ConfigError, DataError
+
+GOLDEN = Path(__file__).parents[1] / "golden/lerobot"
+
+
+def columns(**named: list[float]) -> dict[str, np.ndarray]:
+    return {
+        f"next.{name}": np.array(values, dtype=np.float32 if name == "reward" else bool)
+        for name, values in named.items()
+    }
+
+
+def check(
+    outcome: Outcome, rewards: list[float], terminated: list[int], truncated: list[int], success: bool | None
+) -> None:
+    assert outcome.rewards.tolist() == rewards
+    assert outcome.terminated.tolist() == [bool(flag) for flag in terminated]
+    assert outcome.truncated.tolist() == [bool(flag) for flag in truncated]
+    assert outcome.success is success
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rewards", "terminated", "truncated", "success"),
+    [
+        # success decides, whatever done says
+        ({"reward": [0, 0, 1], "done": [0, 0, 1], "success": [0, 0, 1]}, [0, 0, 1], [0, 0, 1], [0, 0, 0], True),
+        ({"reward": [0, 0, 0], "done": [0, 0, 1], "success": [0, 0, 0]}, [0, 0, 0], [0, 0, 0], [0, 0, 1], False),
+        # done alone is a success if it paid, else a time-out
+        ({"reward": [0, 0, 1], "done": [0, 0, 1]}, [0, 0, 1], [0, 0, 1], [0, 0, 0], True),
+        ({"reward": [0, 0, 0], "done": [0, 0, 1]}, [0, 0, 0], [0, 0, 0], [0, 0, 1], False),
+        ({"reward": [0, 1, 0], "done": [0, 0, 1]}, [0, 1, 0], [0, 0, 0], [0, 0, 1], False),
+        # nobody said that it ended
+        ({"reward": [0, 0, 0], "done": [0, 0, 0]}, [0, 0, 0], [0, 0, 0], [0, 0, 1], None),
+        ({"reward": [0, 0, 0]}, [0, 0, 0], [0, 0, 0], [0, 0, 1], None),
+        ({"reward": [0, 0, 1]}, [0, 0, 1], [0, 0, 1], [0, 0, 0], True),
+        # only the column next.truncated tells a failure that ends the task from a time-out
+        ({"reward": [0, 0, -1], "done": [0, 0, 1], "truncated": [0, 0, 0]}, [0, 0, -1], [0, 0, 1], [0, 0, 0], False),
+        ({"reward": [0, 0, 1], "done": [0, 0, 1], "truncated": [0, 0, 1]}, [0, 0, 1], [0, 0, 0], [0, 0, 1], False),
+        (
+            {"reward": [0, 0, 0], "done": [0, 0, 1], "success": [0, 0, 0], "truncated": [0, 0, 0]},
+            [0, 0, 0],
+            [0, 0, 1],
+            [0, 0, 0],
+            False,
+        ),
+        ({"success": [0, 0, 1], "truncated": [0, 0, 1]}, [0, 0, 1], [0, 0, 1], [0, 0, 0], True),
+        ({"reward": [0.0], "success": [0]}, [0], [0], [1], False),
+    ],
+)
+def test_recorded_columns(
+    recorded: dict[str, list[float]],
+    rewards: list[float],
+    terminated: list[int],
+    truncated: list[int],
+    success: bool | None,
+) -> None:
+    found = columns(**recorded)
+    for rule in ("auto", "columns"):
+        check(derive(found, OutcomeRule(rule=rule), length=len(rewards)), rewards, terminated, truncated, success)
+
+
+@pytest.mark.parametrize(("rule", "shift"), [("sparse_success", 0), ("step_penalty", -1)])
+def test_declared_rules(rule: str, shift: float) -> None:
+    plain, with_file = OutcomeRule(rule=rule), OutcomeRule(rule=rule, success_file="labels.json")
+    reached, missed = [shift, shift, 1 + shift], [shift] * 3
+    check(derive({}, plain, length=3), reached, [0, 0, 1], [0, 0, 0], True)
+    check(derive({}, with_file, length=3, label=True), reached, [0, 0, 1], [0, 0, 0], True)
+    check(derive({}, with_file, length=3, label=False), missed, [0, 0, 0], [0, 0, 1], False)
+    check(derive({}, with_file, length=3, label=None), missed, [0, 0, 0], [0, 0, 1], None)
+    # A recorded success is believed; the file is believed more; a recorded reward is replaced.
+    recorded = columns(success=[0, 0, 0], reward=[5, 5, 5])
+    check(derive(recorded, plain, length=3), missed, [0, 0, 0], [0, 0, 1], False)
+    check(derive(recorded, with_file, length=3, label=True), reached, [0, 0, 1], [0, 0, 0], True)
+
+
+@pytest.mark.parametrize("recorded", [{}, {"done": [0, 0, 1]}])
+@pytest.mark.parametrize("rule", ["auto", "columns"])
+def test_without_labels_a_rule_must_be_declared(recorded: dict[str, list[float]], rule: str) -> None:
+    with pytest.raises(DataError, match="sparse_success if every episode is a successful demonstration"):
+        derive(columns(**recorded), OutcomeRule(rule=rule), length=3)
+
+
+def test_a_success_file_needs_a_reward_shape() -> None:
+    with pytest.raises(ConfigError, match="declare rule sparse_success"):
+        derive(columns(reward=[0, 1]), OutcomeRule(success_file="labels.json"), length=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"0": true, "2": false}',
+        '[{"episode_index": 0, "success": true}, {"episode_index": 2, "success": false}]',
+        '{"episode_index": 0, "success": true}\n{"episode_index": 2, "success": false}\n\n',
+        '{"0": true}\n{"2": false}',
+    ],
+)
+def test_forms_of_success_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "labels"
+    path.write_text(text)
+    assert read_success_file(path, range(5)) == {0: True, 2: False}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"7": true}', "episode 7 is not in the dataset"),
+        ('{"0": "yes"}', "success 'yes'"),
+        ('{"0": 1}', "success 1"),
+        ('{"zero": true}', "not a success file"),
+        ("[1, 2]", "not a success file"),
+        ('{"0": true', "not a success file"),
+        ('{"0": true}\n{"0": false}', "both a success and a failure"),
+    ],
+)
+def test_bad_success_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "labels.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        read_success_file(path, range(5))
+    assert str(path) in caught.value.message
+
+
+def test_a_missing_success_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.json"):
+        read_success_file(tmp_path / "gone.json", range(5))
+
+
+def test_a_source_applies_the_rule_to_every_episode(own_home: Path) -> None:
+    path = own_home / "labels.json"
+    path.write_text(json.dumps({"0": False, "1": True, "2": True}))
+    source = LeRobotSource(
+        GOLDEN / "v30_video", cameras={}, outcome=OutcomeRule(rule="step_penalty", success_file=str(path))
+    )
+    assert [source.episode(index).success for index in range(5)] == [False, True, True, None, None]
+    assert [source.episode(index).rewards.sum() for index in range(5)] == [-37, -79, -51, -45, -63]
+    assert [bool(source.episode(index).truncated[-1]) for index in range(5)] == [True, False, False, True, True]
+    said = source.describe_outcomes()
+    assert "step_penalty" in said
+    assert str(path) in said
+    assert "2 episodes succeed, 1 fail, 2 unlabelled; 2 end terminated, 3 truncated" in said
+
+
+def test_golden_episodes_end_as_they_were_recorded() -> None:
+    """There 0, 2 and 3 succeed; next.done is set at the end of the failures 1 and 4 too."""
+    source = LeRobotSource(GOLDEN / "v21_video", cameras={})
+    assert [source.episode(index).success for index in range(5)] == [True, False, True, True, False]
+    for index in range(5):
+        episode = source.episode(index)
+        assert episode.terminated.sum() + episode.truncated.sum() == 1
+        assert episode.terminated[-1] == episode.success
+        assert episode.rewards.sum() == float(bool(episode.success))
+
+
+def test_the_description_names_the_rule() -> None:
+    outcomes = [derive({}, OutcomeRule(rule="sparse_success"), length=2)]
+    assert "every episode taken for a success" in describe(OutcomeRule(rule="sparse_success"), outcomes, ())
+    recorded = columns(success=[0, 1])
+    outcomes = [derive(recorded, OutcomeRule(), length=2)]
+    assert "next.success (reward 1 at success): 1 episodes" in describe(OutcomeRule(rule="columns"), outcomes, recorded)
