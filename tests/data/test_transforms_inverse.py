@@ -23,7 +23,8 @@ from pirl.data.robots import (
     libero,
 )
 from pirl.data.tokenizer import ByteTokenizer
-from pirl.data.transforms import Transform, fit, letterbox, parse_image
+from pirl.data.resize import fit, letterbox
+from pirl.data.transforms import Transform, parse_image
 from pirl.errors import ConfigError, DataError
 from pirl.names import CAMERAS
 

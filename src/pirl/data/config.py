@@ -6,8 +6,13 @@ from typing import Literal
 from pirl.errors import ConfigError
 
 Boundary = Literal["pad", "drop"]
-Cache = Literal["auto", "ram", "disk", "pool"]
-Outcome = Literal["auto", "columns", "sparse_success", "step_penalty"]
+"""What the critic learns where an episode ends inside a chunk: from the part that happened, or nothing."""
+Tier = Literal["auto", "ram", "disk", "pool"]
+"""`ram`: everything decoded into memory. `disk`: memory-mapped files, kept for the next run. `pool`: decoded when asked
+for, the most recent kept. `auto`: chosen by the size of the frames, the memory and the disk."""
+Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
+"""`columns`: what the dataset recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 for
+every step, 0 at success. `auto`: the columns where there are some, else an error: nobody can guess an outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +27,13 @@ class DataConfig:
     """Whose joints, grippers and cameras these are: picks the transforms between its units and the model's."""
     cameras: tuple[str, ...] | None = None
     """OpenPI camera slots to read; None: all the robot has. Cameras left out cost nothing, not even masked tokens."""
-    cache: Cache = "auto"
+    cache: Tier = "auto"
     """Where decoded frames live: all in memory, all on disk (mapped), or a rotating memory pool; auto: what fits."""
     cache_dir: str | None = None
     """Folder of the frames on disk; None: below pirl's home."""
     exact_resize: bool = False
     """Resize with Pillow, bit for bit as OpenPI does, instead of the decoder (twice as fast, 0.2 grey levels off)."""
-    outcome: Outcome = "auto"
+    outcome: Rule = "auto"
     """Rewards and ends: as recorded (columns), 1 at success (sparse_success), or -1 a step and 0 at success
     (step_penalty); auto: as recorded, else an error."""
     success_file: str | None = None

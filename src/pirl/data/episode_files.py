@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from pirl.data.columns import V21, V30
 from pirl.data.encode import append_video, can_append, video_info
 from pirl.data.episode_stats import Stats, merge_stats
+from pirl.data.lerobot import INFO_FILE
 from pirl.errors import DataError
 
 STAGE = ".writing"
-INFO = "meta/info.json"
 TASKS = {V21: "meta/tasks.jsonl", V30: "meta/tasks.parquet"}
 DATA_PATH = {
     V21: "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
@@ -72,7 +72,7 @@ class FinishedEpisode:
 
 def read_metadata(root: Path, *, version: str) -> Metadata:
     """The state of an existing dataset of that format."""
-    info = read_json(root / INFO)
+    info = read_json(root / INFO_FILE)
     if (found := info.get("codebase_version")) != version:
         raise DataError(
             f"{root} has format {found}, you ask for {version}", hint="write to another folder, or ask for that format"
@@ -122,7 +122,7 @@ def stage_episode(root: Path, meta: Metadata, episode: FinishedEpisode) -> Metad
     after = Metadata(info=info, tasks=tasks, stats=meta.stats, episodes=meta.episodes)
     stage = _stage_v21 if info["codebase_version"] == V21 else _stage_v30
     after = stage(root, staged, after, episode)
-    write_json(staged / INFO, after.info)
+    write_json(staged / INFO_FILE, after.info)
     return after
 
 
@@ -145,7 +145,7 @@ def recover(root: Path) -> None:
     shutil.rmtree(root / STAGE / "next", ignore_errors=True)
     pending = root / STAGE / "commit"
     relative = (path.relative_to(pending) for path in _files(pending))
-    for path in sorted(relative, key=lambda path: (path.parts[0] == "meta", path == Path(INFO))):
+    for path in sorted(relative, key=lambda path: (path.parts[0] == "meta", path == Path(INFO_FILE))):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(pending / path, root / path)
     shutil.rmtree(pending, ignore_errors=True)

@@ -15,8 +15,7 @@ from jaxtyping import Float
 
 from pirl.errors import DataError
 from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
-
-Array = np.ndarray
+from pirl.records import Array
 
 EPSILON = 1e-6
 """Keeps a dimension that never moves from dividing by zero; part of OpenPI's formula, also on the way back."""

@@ -9,17 +9,14 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Shaped
 
+from pirl.data.config import Rule
 from pirl.errors import ConfigError, DataError
 from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
-
-Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
-"""`columns`: what the dataset recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 for
-every step, 0 at success. `auto`: the columns where there are some, else an error: nobody can guess an outcome."""
 
 COLUMNS = (NEXT_REWARD, NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED)
 

@@ -23,8 +23,7 @@ from pirl.names import (
     RIGHT_WRIST_CAMERA,
     STATE,
 )
-
-Array = np.ndarray
+from pirl.records import Array
 
 
 @dataclass(frozen=True, kw_only=True)

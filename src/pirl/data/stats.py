@@ -9,9 +9,7 @@ from pirl.data.normalize import NormStats, RunningStats
 from pirl.data.robots import Robot
 from pirl.errors import DataError
 from pirl.names import ACTIONS, STATE
-from pirl.records import EpisodeSource
-
-Array = np.ndarray
+from pirl.records import Array, EpisodeSource
 
 OPENPI_BATCH = 32
 """OpenPI's batch size; the quantiles depend a little on it (see `RunningStats`)."""

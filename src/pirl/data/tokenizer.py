@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int, Int32
 
 from pirl.errors import DataError, PirlWarning
 from pirl.paths import tokenizer_path
-
-Array = np.ndarray
+from pirl.records import Array
 
 PALIGEMMA_URL = "gs://big_vision/paligemma_tokenizer.model"
 """Where OpenPI takes the tokenizer from; public, no account needed."""

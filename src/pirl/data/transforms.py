@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
-from PIL import Image
 
 from pirl.data.normalize import NormStats, normalize, unnormalize
+from pirl.data.resize import letterbox
 from pirl.data.robots import Robot
 from pirl.data.tokenizer import PromptEncoder, Tokenizer
 from pirl.errors import ConfigError, DataError
 from pirl.names import ACTIONS, CAMERAS, IMAGE, IMAGE_MASK, STATE, TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK
-
-Array = np.ndarray
+from pirl.records import Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,25 +192,3 @@ def parse_image(value: Any, key: str) -> UInt8[Array, "h w 3"]:
     if image.shape[0] == 3:
         image = np.moveaxis(image, 0, -1)
     return np.ascontiguousarray(image)
-
-
-def fit(image: UInt8[Array, "h w 3"], size: tuple[int, int]) -> UInt8[Array, "h2 w2 3"]:
-    """The picture scaled to just fit into `size`, sides in proportion; PIL's bilinear filter, as in OpenPI's data."""
-    height, width = image.shape[:2]
-    if (height, width) == size:
-        return image
-    ratio = max(width / size[1], height / size[0])
-    scaled = Image.fromarray(image).resize((int(width / ratio), int(height / ratio)), Image.Resampling.BILINEAR)
-    return np.asarray(scaled)
-
-
-def letterbox(image: UInt8[Array, "h w 3"], size: tuple[int, int]) -> UInt8[Array, "h2 w2 3"]:
-    """The picture scaled to fit, centred on black."""
-    scaled = fit(image, size)
-    height, width = scaled.shape[:2]
-    if (height, width) == size:
-        return scaled
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    out = np.zeros((*size, 3), np.uint8)
-    out[top : top + height, left : left + width] = scaled
-    return out

@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
-from jaxtyping import Shaped, UInt8
+from jaxtyping import UInt8
 from PIL import Image
 
 from pirl.data.lerobot import INFO_FILE, DatasetMeta, EpisodeMeta
+from pirl.data.resize import content_size, pad, resize_exact
 from pirl.errors import DataError
 
 Resize = Literal["fast", "exact"]
@@ -32,51 +33,39 @@ _ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 _BACK_OFF = 250  # frames; far longer than a group of pictures of any LeRobot encoder
 
 
-def content_size(height: int, width: int, target: int) -> tuple[int, int]:
-    """Height and width of a picture inside a target x target letterbox, rounded exactly as OpenPI rounds them."""
-    ratio = max(width / target, height / target)
-    return int(height / ratio), int(width / ratio)
-
-
-def frame_size(meta: DatasetMeta, camera: str, size: int | None) -> tuple[int, int]:
+def frame_size(meta: DatasetMeta, camera: str, size: int | None, *, letterbox: bool = False) -> tuple[int, int]:
     """Height and width of the frames `read_frames` returns."""
     height, width = meta.camera(camera).frame_size
-    return (height, width) if size is None else content_size(height, width, size)
-
-
-def letterbox(image: Shaped[np.ndarray, "*B h w 3"], size: int) -> Shaped[np.ndarray, "*B {size} {size} 3"]:
-    """Centre the picture on black, as OpenPI's `resize_with_pad` does after resizing."""
-    height, width = image.shape[-3:-1]
-    top, left = (size - height) // 2, (size - width) // 2
-    out = np.zeros((*image.shape[:-3], size, size, 3), dtype=image.dtype)
-    out[..., top : top + height, left : left + width, :] = image
-    return out
-
-
-def resize_exact(image: UInt8[np.ndarray, "h0 w0 3"], height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-    """PIL's bilinear, which is what OpenPI's data pipeline sees."""
-    if image.shape[:2] == (height, width):
-        return image
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR))
+    if size is None:
+        return height, width
+    return (size, size) if letterbox else content_size(height, width, (size, size))
 
 
 def read_frames(
-    meta: DatasetMeta, episode: EpisodeMeta, camera: str, *, size: int | None, method: Resize = "fast"
+    meta: DatasetMeta,
+    episode: EpisodeMeta,
+    camera: str,
+    *,
+    size: int | None,
+    method: Resize = "fast",
+    letterbox: bool = False,
 ) -> UInt8[np.ndarray, "T h w 3"]:
-    """All frames of one camera of one episode, fitted into `size` (letterbox not stored), or untouched if None.
+    """All frames of one camera of one episode, fitted into a square of `size`, or untouched if None.
 
-    Pictures stored as PNG are always resized by the exact method: reading them costs more than the difference.
+    The black borders are added on the device; with `letterbox` they are stored, for cameras of different proportions
+    that share a batch. Pictures stored as PNG are always resized by the exact method: reading them costs more.
     """
     feature = meta.camera(camera)
-    height, width = frame_size(meta, camera, size)
+    content = frame_size(meta, camera, size)
     if feature.dtype == "image":
-        pictures = (resize_exact(image, height, width) for image in _images(meta, episode, camera))
+        pictures = (resize_exact(image, content) for image in _images(meta, episode, camera))
     else:
-        convert = _converter(feature.frame_size, (height, width), method)
+        convert = _converter(feature.frame_size, content, method)
         pictures = (convert(frame) for frame in _video_frames(meta, episode, camera))
+    height, width = frame_size(meta, camera, size, letterbox=letterbox)
     out = np.empty((episode.length, height, width, 3), dtype=np.uint8)
     for target, picture in zip(out, pictures, strict=True):
-        target[...] = picture
+        target[...] = pad(picture, (height, width))
     return out
 
 
@@ -96,7 +85,7 @@ def _converter(
 
     if source == target:
         return rgb
-    return fast if method == "fast" else lambda frame: resize_exact(rgb(frame), *target)
+    return fast if method == "fast" else lambda frame: resize_exact(rgb(frame), target)
 
 
 def _video_frames(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[av.VideoFrame]:

@@ -25,7 +25,6 @@ from pirl.data.columns import STANDARD_FEATURES, V21, V30, Column, check_frame, 
 from pirl.data.encode import EpisodeVideo, VideoEncoding, choose_encoding, encode_png
 from pirl.data.episode_files import (
     DATA_PATH,
-    INFO,
     STAGE,
     VIDEO_PATH,
     FinishedEpisode,
@@ -37,6 +36,7 @@ from pirl.data.episode_files import (
     stage_episode,
 )
 from pirl.data.episode_stats import Stats, column_stats, image_histogram, image_stats
+from pirl.data.lerobot import INFO_FILE
 from pirl.errors import DataError, listing
 
 
@@ -265,9 +265,9 @@ def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:
     recover(root)
     shutil.rmtree(root / STAGE / "episode", ignore_errors=True)
     found = [name for name in ("meta", "data", "videos") if (root / name).exists()]
-    if found and not (root / INFO).exists():
+    if found and not (root / INFO_FILE).exists():
         raise DataError(
-            f"{root} holds {', '.join(found)} but no {INFO}: not a LeRobot dataset", hint="choose an empty folder"
+            f"{root} holds {', '.join(found)} but no {INFO_FILE}: not a LeRobot dataset", hint="choose an empty folder"
         )
     if found and existing == "refuse":
         raise DataError(f"{root} already holds a dataset", hint="choose another folder, or append or overwrite it")

@@ -1,0 +1,168 @@
+"""Path, loss and sampler, on velocity fields whose answers are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pirl.models import flow
+from pirl.models.config import MLPFlowConfig
+from pirl.models.mlp import MLPFlow
+from pirl.models.observation import Observation
+from pirl.models.policy import FlowPolicy
+
+CONFIG = MLPFlowConfig(state_dim=3, action_dim=2, horizon=4, hidden=(16, 16))
+POLICY = MLPFlow(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return POLICY.init(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    observation = Observation(images={}, image_masks={}, state=jnp.asarray(rng.normal(size=(5, 3)), jnp.float32))
+    return observation, jnp.asarray(rng.normal(size=(5, 4, 2)), jnp.float32)
+
+
+def test_both_ends_of_the_path(batch):
+    _, actions = batch
+    noise = jnp.ones((5, 2, 4, 2)) * 3
+    at_noise, u = flow.interpolate(actions, flow.Draws(noise, jnp.ones((5, 2))))
+    at_data, _ = flow.interpolate(actions, flow.Draws(noise, jnp.zeros((5, 2))))
+    np.testing.assert_allclose(at_noise, noise)
+    np.testing.assert_allclose(at_data, jnp.broadcast_to(actions[:, None], noise.shape))
+    np.testing.assert_allclose(u, noise - actions[:, None])
+
+
+def test_draws_have_openpis_distribution(batch):
+    _, actions = batch
+    draws = flow.draw(jax.random.key(1), actions, 4000)
+    assert draws.noise.shape == (5, 4000, 4, 2)
+    assert draws.time.min() >= 0.001
+    assert draws.time.max() <= 1.0
+    np.testing.assert_allclose(draws.time.mean(), 0.001 + 0.999 * 0.6, atol=0.01)  # Beta(1.5, 1) has mean 0.6
+    np.testing.assert_allclose([draws.noise.mean(), draws.noise.std()], [0, 1], atol=0.01)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), dims=st.sampled_from([None, 1, 2]), masked=st.booleans())
+def test_chunk_loss_against_loops(seed: int, dims: int | None, masked: bool):
+    rng = np.random.default_rng(seed)
+    error = rng.normal(size=(3, 2, 4, 2)) ** 2
+    valid = (rng.uniform(size=(3, 4)) < 0.6).astype(np.float32) if masked else None
+    expected = []
+    for b in range(3):
+        terms = []
+        for h in range(4):
+            if valid is None or valid[b, h]:
+                terms += [error[b, n, h, a] for n in range(2) for a in range(dims or 2)]
+        expected.append(np.mean(terms) if terms else 0.0)
+    ours = flow.chunk_loss(
+        jnp.asarray(error, jnp.float32), valid=None if valid is None else jnp.asarray(valid), dims=dims
+    )
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+def test_masked_steps_have_no_gradient(params, batch):
+    """What lies behind the end of an episode does not train the actor."""
+    observation, actions = batch
+    valid = jnp.ones((5, 4)).at[:, 2:].set(0)
+    draws = flow.draw(jax.random.key(2), actions, 3)
+
+    def loss(actions):
+        error = flow.squared_error(POLICY, params, POLICY.encode(params, observation), actions, draws)
+        return flow.chunk_loss(error, valid=valid).sum()
+
+    # The noisy chunk is the network's input, so only the target's side is looked at: through a constant field.
+    def target_only(actions):
+        _, u = flow.interpolate(actions, draws)
+        return flow.chunk_loss(jnp.square(u), valid=valid).sum()
+
+    assert np.isfinite(loss(actions))
+    gradient = jax.grad(target_only)(actions)
+    assert not np.any(gradient[:, 2:])
+    assert np.any(gradient[:, :2])
+
+
+def test_time_grid():
+    """10 Euler steps evaluate the field at 1.0, 0.9, ..., 0.1 and nowhere else."""
+    seen = []
+
+    def field(x, t):
+        jax.debug.callback(lambda t: seen.append(np.asarray(t)), t, ordered=True)
+        return jnp.zeros_like(x)
+
+    flow.euler(field, jnp.zeros((2, 3, 4, 1)), 10)
+    jax.effects_barrier()
+    assert all(t.shape == (2, 3) for t in seen)
+    np.testing.assert_allclose([t[0, 0] for t in seen], np.arange(10, 0, -1) / 10, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=st.integers(1, 12), seed=st.integers(0, 1000))
+def test_euler_by_hand(steps: int, seed: int):
+    """dx/dt = x·t + 1, stepped by hand in float64; the number of steps is a traced value."""
+    noise = np.random.default_rng(seed).normal(size=(1, 2, 3, 1))
+    x, t = noise.copy(), 1.0
+    for _ in range(steps):
+        x = x - (x * t + 1) / steps
+        t -= 1 / steps
+    np.testing.assert_allclose(EULER(jnp.asarray(noise, jnp.float32), steps), x, rtol=1e-4, atol=1e-5)
+
+
+EULER = jax.jit(lambda noise, steps: flow.euler(lambda x, t: x * t[..., None, None] + 1, noise, steps))
+
+
+def test_one_step_is_noise_minus_velocity(params, batch):
+    observation, _ = batch
+    context = POLICY.encode(params, observation)
+    noise = jax.random.normal(jax.random.key(3), (5, 2, 4, 2))
+    v = POLICY.velocity(params, context, noise, jnp.ones((5, 2)))
+    np.testing.assert_allclose(
+        flow.sample(POLICY, params, context, noise, num_steps=1), noise - v, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_a_straight_flow_arrives():
+    """The exact field of a single target, v = (x - a)/t, ends at the target whatever the step count."""
+    target = jnp.asarray([[0.3, -2.0]])
+    noise = jax.random.normal(jax.random.key(0), (2, 3, 1, 2))
+    for steps in (1, 4, 10):
+        arrived = flow.euler(lambda x, t: (x - target) / t[..., None, None], noise, steps)
+        np.testing.assert_allclose(arrived, jnp.broadcast_to(target, arrived.shape), atol=1e-5)
+
+
+def test_guidance():
+    up, down = (lambda x, t: x + 1), (lambda x, t: x - 1)
+    x, t = jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1))
+    for scale, expected in ((0.0, -1.0), (1.0, 1.0), (3.0, 5.0)):
+        np.testing.assert_allclose(flow.guided(up, down, scale)(x, t).item(), expected)
+
+
+def test_mlp_flow_by_hand(params, batch):
+    """The network is what Q-chunking describes: state, chunk and time in one vector, GELU between dense layers."""
+    assert isinstance(POLICY, FlowPolicy)
+    observation, actions = batch
+    t = jnp.asarray([[0.1], [0.2], [0.5], [0.9], [1.0]])
+    ours = POLICY.velocity(params, POLICY.encode(params, observation), actions[:, None], t)
+    for b in range(5):
+        h = np.concatenate([observation.state[b], np.ravel(actions[b]), t[b]])
+        for i in range(3):
+            h = h @ np.asarray(params[f"dense_{i}"]["kernel"]) + np.asarray(params[f"dense_{i}"]["bias"])
+            if i < 2:
+                h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+        np.testing.assert_allclose(np.ravel(ours[b]), h, rtol=1e-4, atol=1e-5)
+
+
+def test_q_chunkings_size():
+    total = sum(
+        np.prod(leaf.shape)
+        for leaf in jax.tree.leaves(MLPFlow(MLPFlowConfig(state_dim=37, action_dim=5)).param_shapes())
+    )
+    inputs, chunk = 37 + 25 + 1, 25
+    assert total == (inputs + 1) * 512 + 3 * 513 * 512 + 513 * chunk
