@@ -135,6 +135,22 @@ def test_norm_stats_go_to_assets_by_default(
     assert (tmp_path / "assets" / "v30_video" / "norm_stats.json").is_file()
 
 
+def test_norm_stats_of_several_datasets_count_every_step_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--robot", "aloha", "--horizon", 3, "--out"]
+    one = LEROBOT / "v21_image"
+    assert "554 steps of 10 episodes" in pirl(
+        capsys, "norm-stats", one, LEROBOT / "v30_image", *words, tmp_path / "two"
+    )
+    pirl(capsys, "norm-stats", one, *words, tmp_path / "one")
+    both, alone = (
+        json.loads((tmp_path / name / "norm_stats.json").read_text())["norm_stats"]["state"] for name in ("two", "one")
+    )
+    for name in ("mean", "std"):  # the two hold the same episodes
+        np.testing.assert_allclose(both[name], alone[name], rtol=1e-6, atol=1e-9)
+
+
 def test_norm_stats_of_another_robot_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["norm-stats", LEROBOT / "v30_image", "--out", tmp_path / "out", "--robot"]
     complaint = pirl(capsys, *words, "libero", code=1)

@@ -320,6 +320,64 @@ def test_a_task_that_is_not_listed(dataset_copy: Copy) -> None:
     refuse(root, "episode ", "task_index is 1")
 
 
+def test_lists_of_episodes_that_cannot_be(dataset_copy: Copy, edit_info: Callable[..., None]) -> None:
+    root = dataset_copy("v21_video")
+    edit_episode(root, 4, episode_index=3)
+    refuse(root, root / "meta", "listed twice")
+    edit_episode(root, 4, episode_index=4, length=0)
+    edit_info(root, total_frames=277 - 63)
+    refuse(root, root / "meta", "episode 4", "length is 0")
+    (root / "meta/episodes.jsonl").write_text("")
+    edit_info(root, total_frames=0, total_episodes=0)
+    refuse(root, root / "meta", "no episode is listed")
+
+
+def test_an_episode_table_that_contradicts_itself(dataset_copy: Copy) -> None:
+    root = dataset_copy("v30_video")
+    path = next((root / "meta/episodes").rglob("*.parquet"))
+    rewrite(path, with_column("dataset_to_index", lambda rows: rows + (np.arange(5) == 1)))
+    refuse(root, path, "episode 1", "81 data rows", "length is 80")
+
+
+def test_an_outcome_of_several_values_a_frame(dataset_copy: Copy, edit_info: Callable[..., None]) -> None:
+    root = dataset_copy("v21_video")
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    features["next.success"]["shape"] = [2]
+    edit_info(root, features=features)
+    for path in root.rglob("*.parquet"):
+        rewrite(path, lambda table: _doubled(table, "next.success"))
+    refuse(root, root / "meta/info.json", "next.success has shape (2,), expected (1,)")
+
+
+def _doubled(table: pa.Table, name: str) -> pa.Table:
+    pairs = pa.array([[value, value] for value in table.column(name).to_pylist()])
+    return table.set_column(table.column_names.index(name), name, pairs)
+
+
+@pytest.mark.parametrize("finished_by_another", [True, False])
+def test_a_download_that_is_no_dataset_or_comes_second(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, finished_by_another: bool
+) -> None:
+    import huggingface_hub
+
+    target = own_home / "lerobot_home/someone/robot"
+
+    def snapshot_download(repo_id: str, *, repo_type: str, local_dir: str) -> None:
+        for folder in (Path(local_dir), target) if finished_by_another else (Path(local_dir),):
+            (folder / "meta").mkdir(parents=True)
+            if finished_by_another:
+                (folder / "meta/info.json").write_text(folder.name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    if finished_by_another:
+        assert lerobot.resolve("someone/robot") == target
+        assert (target / "meta/info.json").read_text() == "robot"
+    else:
+        with pytest.raises(DataError, match=r"has no meta/info\.json"):
+            lerobot.resolve("someone/robot")
+        assert not target.exists()
+
+
 def test_a_dataset_found_nowhere(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 

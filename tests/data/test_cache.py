@@ -2,11 +2,13 @@
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -62,8 +64,59 @@ def assert_right(frames: FrameCache) -> None:
 def test_every_tier_gives_the_same_frames(meta: DatasetMeta, tier: str) -> None:
     frames = make(meta, tier)
     assert_right(frames)
-    assert isinstance(frames.frames(0, CAMERAS[0]), np.memmap) == (tier == "disk")
+    found = frames.frames(0, CAMERAS[0])
+    assert type(found) is np.ndarray
+    assert isinstance(found.base, np.memmap) == (tier == "disk")
     assert all(path.exists() == (tier == "disk") for path in files(frames))
+
+
+def test_maps_stay_open_within_the_limit(meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    load = np.load
+
+    def counted(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return load(path, **options)
+
+    monkeypatch.setattr(np, "load", counted)
+    monkeypatch.setattr(cache, "_map_limit", lambda: 2)
+    frames, camera = make(meta, "disk"), CAMERAS[0]
+    assert frames.frames(0, camera) is frames.frames(0, camera)
+    for position in (1, 0, 2, 0, 1):  # 2 pushes out 1, which was asked for before 0
+        frames.frames(position, camera)
+    assert opened == [frames.path(position, camera) for position in (0, 1, 2, 1)]
+    make(meta, "disk").frames(1, camera)  # another reader of the same files shares them
+    assert len(opened) == 4
+    assert_right(frames)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed", "expected", "asked"),
+    [
+        (1024, 4096, True, 2048, 4096),
+        (1024, 10**6, True, 32_768, 65_536),  # more maps than a process may have are of no use
+        (1024, -1, True, 32_768, 65_536),
+        (1024, 4096, False, 512, 4096),
+        (10**6, 10**6, True, 32_768, None),
+        (-1, -1, True, 32_768, None),
+    ],
+)
+def test_the_limit_on_open_files_is_raised_and_half_is_left_to_others(
+    soft: int, hard: int, allowed: bool, expected: int, asked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[int] = []
+
+    def setrlimit(which: int, limits: tuple[int, int]) -> None:
+        assert (which, limits[1]) == (resource.RLIMIT_NOFILE, hard)
+        raised.append(limits[0])
+        if not allowed:
+            raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert cache._map_limit() == expected
+    assert raised == ([] if asked is None else [asked])
 
 
 def test_the_disk_tier_decodes_once_and_resumes(meta: DatasetMeta, decoded: list[tuple[int, str]]) -> None:
@@ -112,10 +165,12 @@ def test_the_key_depends_on_all_that_decides_the_pixels(
 ) -> None:
     root = dataset_copy("v30_video_multifile")
 
-    def key(camera: str = CAMERAS[0], size: int | None = 64, method: video.Resize = "fast") -> str:
-        return cache_key(lerobot.read_meta(root), camera, size, method)
+    def key(
+        camera: str = CAMERAS[0], size: int | None = 64, method: video.Resize = "fast", letterbox: bool = False
+    ) -> str:
+        return cache_key(lerobot.read_meta(root), camera, size, method, letterbox=letterbox)
 
-    keys = [key(), key(camera=CAMERAS[1]), key(size=32), key(size=None), key(method="exact")]
+    keys = [key(), key(camera=CAMERAS[1]), key(size=32), key(size=None), key(method="exact"), key(letterbox=True)]
     assert key() == keys[0]
     os.utime(next((root / "videos" / CAMERAS[0]).rglob("*.mp4")), (1, 1))
     keys.append(key())
@@ -234,9 +289,24 @@ def test_auto_says_what_it_chose_and_the_size_is_said_first(
     assert "tier 'ram' because" in said[0]
     size = cache.format_bytes(2 * int(meta.lengths.sum()) * 36 * 48 * 3)
     assert f"decoding {2 * meta.lengths.sum()} frames, {size}, into memory" in said[1]
+    make(meta, "disk").build()
+    capsys.readouterr()
+    make(meta, "ram").build()
+    assert f"loading {2 * meta.lengths.sum()} frames, {size}, into memory" in capsys.readouterr().err
 
 
 def test_a_dataset_without_cameras_has_nothing_to_build(meta: DatasetMeta) -> None:
     frames = FrameCache(meta, (), size=SIZE)
     frames.build()
     assert frames.nbytes == 0
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "_PLAIN_INTERVAL", 0.0)
+    make(meta, "ram").build()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoded")]
+    total = 2 * int(meta.lengths.sum())
+    assert len(lines) == 2 * len(meta.episodes)
+    assert lines[-1] == f"decoded {total} of {total} frames, about 0 s left"

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -240,6 +241,24 @@ def test_a_replay_buffer_alone_is_enough(loader_of):
     assert loader.get_dataset_statistics()["online"].transitions == 9
 
 
+def test_statistics_are_those_of_dataset_and_replay(loader_of):
+    replay = ReplayBuffer(cameras=CAMERAS, max_episodes=2, max_bytes=10**9)
+    replay.append(*make_item(20))
+    found = loader_of(make_source(), replay=replay, cache="pool", episodes_per_memory_pool=1).get_dataset_statistics()
+    assert {name: (part.episodes, part.transitions) for name, part in found.items()} == {
+        "offline": (6, sum(range(5, 11))),  # all of it, not what is in the pool
+        "online": (1, 9),
+    }
+
+
+def test_a_replay_of_another_robot_is_told(loader_of):
+    episode, frames = make_item(20)
+    replay = ReplayBuffer(cameras=CAMERAS, max_episodes=2, max_bytes=10**9)
+    replay.append(replace(episode, state=episode.state[:, :1]), frames)
+    with pytest.raises(DataError, match=r"state has shape \(2,\) in the dataset, \(1,\) in the replay"):
+        loader_of(make_source(), replay=replay).sample_batch()
+
+
 def test_behaviour_cloning_reads_no_next_observation(loader_of):
     batch = loader_of(next_observations=False).sample_batch()
     assert "next_observations" not in batch
@@ -368,3 +387,7 @@ def test_wrong_arguments_are_refused(loader_of):
 def test_configurations_that_cannot_work_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         DataConfig(**fields)
+
+
+def test_gigabytes_are_those_of_disks():
+    assert DataConfig(replay_gb=1.5).replay_bytes == 1_500_000_000

@@ -5,11 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pirl.data.normalize import NormStats, RunningStats, load_norm_stats, normalize, save_norm_stats, unnormalize
+from pirl.data.normalize import (
+    NormStats,
+    RunningStats,
+    histograms,
+    load_norm_stats,
+    normalize,
+    save_norm_stats,
+    unnormalize,
+)
 from pirl.data.robots import aloha, generic
 from pirl.data.stats import action_chunks, compute_norm_stats
 from pirl.errors import DataError
@@ -184,6 +192,22 @@ class Source:
         raise AssertionError("statistics must not decode pictures")
 
 
+@example(np.array([[-1.0, 0.0, 0.5], [1.0, 1.0, 2.0]]), 1e-11, 1e4, 0.0)
+@given(
+    hnp.arrays(np.float64, st.tuples(st.integers(1, 40), st.just(3)), elements=st.floats(-10, 10)),
+    st.sampled_from([1e-12, 1e-11, 1e-6, 1.0, 1e5]),
+    st.sampled_from([0.0, 1.0, 1e4]),
+    st.sampled_from([0.0, 1e-10]),
+)
+def test_histograms_count_what_numpy_counts(x: np.ndarray, scale: float, offset: float, margin: float) -> None:
+    """Also on the edges, with no width at all, and where edges are closer than numbers can be."""
+    x = offset + scale * x
+    edges = np.stack([np.linspace(a - margin, b + margin, 51) for a, b in zip(x.min(0), x.max(0), strict=True)])
+    batch = np.concatenate([x, edges[:, ::7].T])
+    expected = [np.histogram(batch[:, i], bins=edges[i])[0] for i in range(3)]
+    np.testing.assert_array_equal(histograms(batch, edges), expected)
+
+
 def test_chunks_repeat_the_last_action_at_the_end() -> None:
     chunks = action_chunks(np.arange(6.0).reshape(3, 2), 3)
     assert chunks[:, :, 0].tolist() == [[0, 2, 4], [2, 4, 4], [4, 4, 4]]
@@ -209,6 +233,8 @@ def test_dataset_statistics_are_openpis_loader_order() -> None:
         for field in ("mean", "std", "q01", "q99"):
             np.testing.assert_array_equal(getattr(got[key], field), getattr(stats.statistics(), field))
     relative = np.stack([a for _, a in samples])
+    uneven = compute_norm_stats(source, robot, horizon, batch_size=40)  # the last batch is smaller, and counts
+    np.testing.assert_allclose(uneven["actions"].mean, relative.mean(axis=(0, 1)), atol=1e-12)
     np.testing.assert_allclose(got["actions"].mean, relative.mean(axis=(0, 1)), atol=1e-12)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pirl.data.normalize import NormStats, normalize
+from pirl.data.resize import letterbox
 from pirl.data.robots import Robot, aloha, droid, libero
 from pirl.data.tokenizer import tokenize_prompt
-from pirl.data.resize import letterbox
 from pirl.data.transforms import Transform
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "openpi" / "transforms"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pirl.data.normalize import NormStats
+from pirl.data.resize import fit, letterbox
 from pirl.data.robots import (
     ROBOTS,
     Robot,
@@ -23,7 +24,6 @@ from pirl.data.robots import (
     libero,
 )
 from pirl.data.tokenizer import ByteTokenizer
-from pirl.data.resize import fit, letterbox
 from pirl.data.transforms import Transform, parse_image
 from pirl.errors import ConfigError, DataError
 from pirl.names import CAMERAS

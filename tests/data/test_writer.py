@@ -244,6 +244,25 @@ def test_metadata_of_another_programs_crash_is_refused(tmp_path: Path) -> None:
     (tmp_path / "meta/tasks.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="metadata cannot be read"):
         LeRobotWriter(tmp_path, fps=30, features=FEATURES)
+    for content, message in (("{", "cannot be read"), ("[]", "holds a list")):
+        (tmp_path / "meta/info.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            LeRobotWriter(tmp_path, fps=30, features=FEATURES)
+
+
+def test_a_dataset_that_lacks_a_file_is_not_continued(tmp_path: Path) -> None:
+    record(tmp_path, [2])
+    next((tmp_path / "data").rglob("*.parquet")).unlink()
+    with pytest.raises(DataError, match=r"file-000\.parquet is missing"):
+        record(tmp_path, [2], start=1)
+    assert json.loads((tmp_path / "meta/info.json").read_text())["total_episodes"] == 1
+
+
+def test_videos_of_another_codec_begin_a_new_file(tmp_path: Path) -> None:
+    record(tmp_path, [3], codec="av1")
+    record(tmp_path, [4, 2], start=1, codec="h264")
+    check(tmp_path, [3, 4, 2])
+    assert len(list((tmp_path / "videos/observation.images.a").rglob("*.mp4"))) == 2
 
 
 def test_continues_a_dataset_without_episodes(tmp_path: Path) -> None:
@@ -436,6 +455,12 @@ def test_bad_episodes_and_settings(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="1 frames are not saved"):
             writer.add_episode({}, task="x")
         writer.discard_episode()
+        late = {key: [frame_of(0, t)[key] for t in range(3)] for key in FEATURES}
+        late["action"][2] = [np.inf, 0.0]
+        with pytest.raises(DataError, match="frame 2: 'action'"):
+            writer.add_episode(late, task="x")
+        with pytest.raises(DataError, match="has no frames"):  # nothing of it was kept
+            writer.save_episode(task="x")
     assert files(tmp_path) == []
     number = {"dtype": "float32", "shape": (1,), "names": None}
     for features, message in (

@@ -41,7 +41,7 @@ def test_both_ends_of_the_path(batch):
 
 def test_draws_have_openpis_distribution(batch):
     _, actions = batch
-    draws = flow.draw(jax.random.key(1), actions, 4000)
+    draws = flow.draw(jax.random.key(1), jax.random.key(2), actions, 4000)
     assert draws.noise.shape == (5, 4000, 4, 2)
     assert draws.time.min() >= 0.001
     assert draws.time.max() <= 1.0
@@ -72,7 +72,7 @@ def test_masked_steps_have_no_gradient(params, batch):
     """What lies behind the end of an episode does not train the actor."""
     observation, actions = batch
     valid = jnp.ones((5, 4)).at[:, 2:].set(0)
-    draws = flow.draw(jax.random.key(2), actions, 3)
+    draws = flow.draw(jax.random.key(2), jax.random.key(3), actions, 3)
 
     def loss(actions):
         error = flow.squared_error(POLICY, params, POLICY.encode(params, observation), actions, draws)

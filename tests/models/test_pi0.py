@@ -147,7 +147,7 @@ def test_rematerialisation_changes_no_gradient():
     config = CONFIGS["pi05"]
     params, obs = random_params(config), random_observation(config)
     actions = jnp.asarray(np.random.default_rng(3).normal(size=(BATCH, config.horizon, config.action_dim)), jnp.float32)
-    draws = flow.draw(jax.random.key(0), actions, 2)
+    draws = flow.draw(jax.random.key(0), jax.random.key(1), actions, 2)
 
     def gradient(remat):
         policy = Pi0(replace(config, remat=remat))

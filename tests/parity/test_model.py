@@ -20,6 +20,8 @@ from golden_data import (
 from pirl.models import flow, freeze, pi0
 from pirl.models.params import flatten, nest
 from pirl.models.pi0 import Context, Pi0
+from pirl.training.config import AdamW, CosineSchedule
+from pirl.training.optim import make_optimizer, make_schedule
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +61,7 @@ def loss_per_step(config, params, observation, actions, draws):
 
 def test_prefix_embeddings(family: Family):
     out, index = family.outputs, family.outputs["prefix_index"]
-    embed = jax.jit(lambda p, o: pi0.embed_prefix(p, family.config, o))
+    embed = jax.jit(lambda p, o: pi0.embed_prefix(p, family.config, Pi0(family.config).prepare(o)))
     tokens, mask = embed(family.params, family.observation)
     np.testing.assert_array_equal(mask, out["prefix_mask"])
     np.testing.assert_allclose(tokens[:, index], out["prefix_tokens_at_index"], **OUTPUT)
@@ -214,16 +216,8 @@ def test_three_optimizer_steps(family: Family):
     golden, arrays = family.json("train_steps"), family.arrays("train_steps")
     config, observation = replace(family.config, remat="none"), family.observation
     actions = jnp.asarray(family.inputs["actions"])
-    schedule, settings = golden["lr_schedule"], dict(golden["optimizer"])
-    rate = optax.warmup_cosine_decay_schedule(
-        schedule["peak_lr"] / (schedule["warmup_steps"] + 1),
-        schedule["peak_lr"],
-        schedule["warmup_steps"],
-        schedule["decay_steps"],
-        schedule["decay_lr"],
-    )
-    clip = settings.pop("clip_gradient_norm")
-    tx = optax.chain(optax.clip_by_global_norm(clip), optax.adamw(rate, **settings))
+    rate = make_schedule(CosineSchedule(**golden["lr_schedule"]))
+    tx = make_optimizer(AdamW(**golden["optimizer"]), rate)
     params = jax.tree.map(jnp.asarray, family.params)
     mask = freeze.trainable_mask(params, config)
     trained, frozen = freeze.split(freeze.cast_frozen(params, mask), mask)

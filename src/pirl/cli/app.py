@@ -23,8 +23,11 @@ import pirl
 from pirl.errors import PirlError, PirlWarning, did_you_mean
 
 VERBS = {
+    "train": "train a policy: a recipe or a YAML file, changed by flags",
+    "plan": "tell whether a run fits into the devices' memory",
+    "recipes": "list, show or copy the configurations that come with pirl",
     "doctor": "check this machine: jax and its devices, memory, disk, video, simulators",
-    "inspect": "show what is in a model preset, a checkpoint or a dataset",
+    "inspect": "show what is in a recipe, a checkpoint or a dataset",
     "norm-stats": "compute the normalisation statistics of a dataset",
     "export": "write a checkpoint for OpenPI, in JAX or PyTorch form",
 }
@@ -35,6 +38,7 @@ Reinforcement learning for π₀ and π₀.₅ robot policies: LeRobot data in, 
 EPILOG = """\
 examples:
   pirl doctor                                  is this machine ready?
+  pirl train debug --exp-name first            a whole run on a laptop, without files
   pirl inspect data lerobot/aloha_sim_insertion_human
   pirl inspect checkpoint checkpoints/my_run/20000
   pirl VERB --help                             what a verb takes, with examples"""

@@ -1,19 +1,19 @@
-"""`pirl inspect`: what is in a model preset, a checkpoint or a dataset, before anything is trained on it."""
+"""`pirl inspect`: what is in a recipe, a checkpoint or a dataset, before anything is trained on it."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 NAME = "inspect"
-HELP = "Shows what is in a model preset, a checkpoint or a dataset. Nothing is changed, and no weights are loaded."
+HELP = "Shows what is in a recipe, a checkpoint or a dataset. Nothing is changed, and no weights are loaded."
 EXAMPLES = """\
 examples:
-  pirl inspect recipe pi0_lora
+  pirl inspect recipe acrlpd_libero
   pirl inspect checkpoint checkpoints/my_run/20000
   pirl inspect data lerobot/aloha_sim_insertion_human"""
 RECIPE_EXAMPLES = """\
 examples:
-  pirl inspect recipe pi0                        its parts, their parameters and bytes
+  pirl inspect recipe acrlpd_libero_lora         its parts, their parameters and bytes
   pirl inspect recipe pi05_lora --leaves         every parameter with its shape
   pirl inspect recipe pi0 --freeze vlm_frozen    what trains under another rule"""
 CHECKPOINT_EXAMPLES = """\
@@ -30,11 +30,11 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl inspect`."""
     kinds = parser.add_subparsers(dest="what", metavar="what", title="what to inspect", required=True)
-    text = "the parameters of a model preset, and which of them train"
+    text = "the parameters of a recipe's policy or of a model preset, and which of them train"
     one = kinds.add_parser("recipe", help=text, description=f"Shows {text}.", epilog=RECIPE_EXAMPLES)
-    one.add_argument("name", metavar="NAME", help="a model preset, such as pi0, pi05_lora or pi0_tiny")
+    one.add_argument("name", metavar="NAME", help="a recipe, a YAML file, or a model preset such as pi05_lora")
     one.add_argument("--leaves", action="store_true", help="list every parameter with its shape")
-    one.add_argument("--freeze", metavar="RULE", help="full, lora, vlm_frozen or expert_only (default: as OpenPI does)")
+    one.add_argument("--freeze", metavar="RULE", help="full, lora, vlm_frozen or expert_only (default: the recipe's)")
     text = "what a checkpoint holds: weights, statistics, training state"
     one = kinds.add_parser("checkpoint", help=text, description=f"Shows {text}.", epilog=CHECKPOINT_EXAMPLES)
     one.add_argument("location", metavar="CHECKPOINT", help="a folder or file, or a gs:// or hf:// address")
@@ -70,15 +70,14 @@ def checkpoint(args: argparse.Namespace) -> Iterator[str]:
 
 
 def recipe(args: argparse.Namespace) -> Iterator[str]:
-    """A table of a preset's parameters: by part, and leaf by leaf if asked for."""
+    """A table of a policy's parameters: by part, and leaf by leaf if asked for."""
     from pirl.errors import did_you_mean
-    from pirl.models.config import get_preset
-    from pirl.models.freeze import FreezeRule, default_rule, freeze_dtypes, trainable_mask
+    from pirl.models.freeze import FreezeRule, freeze_dtypes, trainable_mask
     from pirl.models.params import flatten
     from pirl.models.pi0 import param_shapes
 
-    config = get_preset(args.name)
-    rule = args.freeze or default_rule(config)
+    config, rule = policy_of(args.name)
+    rule = args.freeze or rule
     if rule not in get_args(FreezeRule):
         raise did_you_mean(rule, get_args(FreezeRule), kind="freeze rule")
     shapes = param_shapes(config)
@@ -97,6 +96,24 @@ def recipe(args: argparse.Namespace) -> Iterator[str]:
             for path, leaf in sorted(leaves.items())
         ]
         yield from table(listed, "<<<<")
+
+
+def policy_of(name: str) -> tuple[Any, Any]:
+    """The π₀ of a recipe, YAML file or model preset, and the rule by which it trains."""
+    from pirl.errors import ConfigError, did_you_mean
+    from pirl.models.config import PRESETS, Pi0Config
+    from pirl.models.freeze import default_rule
+    from pirl.recipes import ALIASES, list_configs, load
+
+    if name in PRESETS:
+        return PRESETS[name], default_rule(PRESETS[name])
+    recipes = [*list_configs(), *ALIASES]
+    if name not in recipes and not name.endswith((".yaml", ".yml")):
+        raise did_you_mean(name, [*recipes, *PRESETS], kind="recipe or model preset")
+    config = load(name)
+    if not isinstance(config.model, Pi0Config):
+        raise ConfigError(f"the policy of {name} is an MLP, which has no parts", hint="`inspect recipe` is for π₀")
+    return config.model, config.freeze_rule
 
 
 def part_of(path: str) -> str:

@@ -11,17 +11,17 @@ import io
 import math
 import os
 import random
+import resource
 import shutil
 import threading
 import time
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import psutil
@@ -31,17 +31,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pirl import paths
 from pirl.data import lerobot, video
+from pirl.data.config import Tier
 from pirl.data.lerobot import DatasetMeta
 from pirl.errors import DataError, PirlWarning
-
-Tier = Literal["auto", "ram", "disk", "pool"]
-"""`ram`: everything decoded into memory. `disk`: memory-mapped files, kept for the next run. `pool`: decoded when asked
-for, the most recent kept. `auto`: chosen by the size of the frames, the memory and the disk."""
 
 _CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
 _SMALL = 2**30  # decoding this much takes seconds; not worth a file
 _DAY = 24 * 3600
 _PLAIN_INTERVAL = 30.0
+_MOST_MAPS = 32_768  # half of what Linux lets a process map by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +56,12 @@ class CacheConfig:
     """How much the pool tier keeps beyond what its caller holds."""
 
 
-def cache_key(meta: DatasetMeta, camera: str, size: int | None, method: video.Resize) -> str:
+def cache_key(
+    meta: DatasetMeta, camera: str, size: int | None, method: video.Resize, *, letterbox: bool = False
+) -> str:
     """A hash of all that decides the pixels of one camera: metadata, files, size, resize method, this code."""
     digest = hashlib.sha256((meta.root / lerobot.INFO_FILE).read_bytes())
-    digest.update(repr((_CODE_VERSION, camera, size, method)).encode())
+    digest.update(repr((_CODE_VERSION, camera, size, method, letterbox)).encode())
     files: dict[Path, None] = {}
     for episode in meta.episodes:
         span = episode.cameras[camera]
@@ -86,6 +86,50 @@ def choose_tier(*, total: int, missing: int, memory: int, disk: int) -> tuple[Ti
     return "pool", f"neither the disk ({format_bytes(disk)} free) nor the memory ({format_bytes(memory)}) holds them"
 
 
+class RecentArrays:
+    """Arrays by name, the ones asked for last; the others go when the sum of costs exceeds the limit. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._kept: OrderedDict[Hashable, tuple[np.ndarray, int]] = OrderedDict()
+        self._cost = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> np.ndarray | None:
+        """The array of that name, or None."""
+        with self._lock:
+            if (found := self._kept.get(key)) is None:
+                return None
+            self._kept.move_to_end(key)
+            return found[0]
+
+    def put(self, key: Hashable, array: np.ndarray, cost: int) -> None:
+        """Keep an array, at the cost of others."""
+        with self._lock:
+            self._cost += cost - self._kept.pop(key, (None, 0))[1]
+            self._kept[key] = array, cost
+            while self._cost > self.limit:
+                self._cost -= self._kept.popitem(last=False)[1][1]
+
+
+def _map_limit() -> int:
+    """How many maps may stay open. Each holds a file descriptor: their soft limit is raised as far as is useful and
+    allowed, and half of them are left to the rest of the program.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = 2 * _MOST_MAPS if hard == resource.RLIM_INFINITY else min(hard, 2 * _MOST_MAPS)
+    if soft == resource.RLIM_INFINITY or soft >= allowed:
+        return allowed // 2
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (ValueError, OSError):  # some systems allow less than they say
+        return soft // 2
+    return allowed // 2
+
+
+_MAPS = RecentArrays(limit=0)  # one for all datasets, because the limit on open files is one for all
+
+
 class FrameCache:
     """The frames of some cameras of one dataset. Thread-safe; decodes nothing before it is asked to."""
 
@@ -96,20 +140,24 @@ class FrameCache:
         *,
         size: int | None,
         method: video.Resize = "fast",
+        letterbox: bool = False,
         config: CacheConfig | None = None,
     ) -> None:
         lerobot.check_files(meta, cameras)
-        self.meta, self.size, self.method, self.config = meta, size, method, config or CacheConfig()
+        self.meta, self.size, self.method, self.letterbox = meta, size, method, letterbox
+        self.config = config or CacheConfig()
         self.tier: Tier = self.config.tier
         """As configured; once built, as chosen (and `pool` after a full disk)."""
         root = Path(self.config.folder) if self.config.folder else paths.pirl_home() / "frames"
         self.folders = {
-            camera: root.expanduser() / meta.root.name / f"{camera}-{cache_key(meta, camera, size, method)}"
+            camera: root.expanduser() / meta.root.name / f"{camera}-{key}"
             for camera in cameras
+            if (key := cache_key(meta, camera, size, method, letterbox=letterbox))
         }
         """Per camera, where the disk tier keeps its files."""
-        self._frames: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
-        self._lock, self._building, self._built = threading.Lock(), threading.Lock(), False
+        self._places = {camera: str(folder) for camera, folder in self.folders.items()}
+        self._decoded = RecentArrays(self.config.pool_bytes)
+        self._building, self._built = threading.Lock(), not self.folders
 
     @property
     def nbytes(self) -> int:
@@ -120,27 +168,24 @@ class FrameCache:
         """The file of one camera of the episode at that position."""
         return self.folders[camera] / f"episode_{self.meta.episodes[position].index:06d}.npy"
 
+    def frame_size(self, camera: str) -> tuple[int, int]:
+        """Height and width of a camera's frames."""
+        return video.frame_size(self.meta, camera, self.size, letterbox=self.letterbox)
+
     def frames(self, position: int, camera: str) -> UInt8[np.ndarray, "T h w 3"]:
         """The frames of one camera of the episode at that position (not its episode_index)."""
-        self.build()
+        if not self._built:
+            self.build()
         key = (position, camera)
-        with self._lock:
-            if key in self._frames:
-                self._frames.move_to_end(key)
-                return self._frames[key]
-        if (array := self._load(key)) is not None:
-            return array
-        array = self._decode(key)
-        with self._lock:
-            self._frames[key] = array
-            while self.tier != "ram" and sum(kept.nbytes for kept in self._frames.values()) > self.config.pool_bytes:
-                self._frames.popitem(last=False)
+        if (array := self._decoded.get(key)) is None and (array := self._map(key)) is None:
+            array = self._decode(key)
+            self._decoded.put(key, array, array.nbytes)
         return array
 
     def build(self) -> None:
         """Settle on a tier and, unless that is `pool`, decode what is missing. Does nothing the second time."""
         with self._building:
-            if self._built or not self.folders:
+            if self._built:
                 return
             missing = [key for key in self._keys() if not self._is_complete(key)]
             to_write = sum(map(self._bytes, missing))
@@ -149,27 +194,27 @@ class FrameCache:
                 self.tier, why = choose_tier(total=self.nbytes, missing=to_write, memory=memory, disk=disk)
                 _say(f"frames of {self.meta.root.name}: {format_bytes(self.nbytes)}, tier {self.tier!r} because {why}")
             if self.tier == "ram":
-                self._build_memory(memory)
+                self._build_memory(missing, memory)
             elif self.tier == "disk" and to_write > disk:
                 self._fall_back(f"{format_bytes(to_write)} to write, {format_bytes(disk)} free")
             elif self.tier == "disk":
                 self._build_disk(missing, disk)
+            if self.tier != "ram":
+                _MAPS.limit = _map_limit()
             self._built = True
 
-    def _build_memory(self, memory: int) -> None:
+    def _build_memory(self, missing: Sequence[tuple[int, str]], memory: int) -> None:
         if self.nbytes > memory:
             raise DataError(
                 f"{self.meta.root}: the frames take {format_bytes(self.nbytes)}, the memory has {format_bytes(memory)}",
                 hint="use cache tier disk, pool or auto, or a smaller image size",
             )
-        arrays: dict[tuple[int, str], np.ndarray] = {}
 
         def keep(key: tuple[int, str]) -> None:
-            stored = self._load(key)
-            arrays[key] = self._decode(key) if stored is None else np.array(stored)
+            stored = np.load(self.path(*key)) if self._is_complete(key) else None
+            self._decoded.put(key, self._decode(key) if stored is None else stored, 0)  # costs nothing: it stays
 
-        self._run(self._keys(), keep, "memory")
-        self._frames.update(arrays)
+        self._run(self._keys(), keep, "memory", doing="decoding" if missing else "loading")
 
     def _build_disk(self, missing: Sequence[tuple[int, str]], free: int) -> None:
         try:
@@ -203,10 +248,17 @@ class FrameCache:
         if not self._is_complete(key):  # another builder may have been here
             write_array(self.path(*key), self._decode(key))
 
-    def _run(self, keys: Sequence[tuple[int, str]], work: Callable[[tuple[int, str]], None], where: str) -> None:
+    def _run(
+        self,
+        keys: Sequence[tuple[int, str]],
+        work: Callable[[tuple[int, str]], None],
+        where: str,
+        *,
+        doing: str = "decoding",
+    ) -> None:
         frames = sum(self._shape(key)[0] for key in keys)
         size = format_bytes(sum(map(self._bytes, keys)))
-        _say(f"frames of {self.meta.root.name}: decoding {frames} frames, {size}, into {where}")
+        _say(f"frames of {self.meta.root.name}: {doing} {frames} frames, {size}, into {where}")
         pool = ThreadPoolExecutor(self.config.workers or os.cpu_count() or 1, thread_name_prefix="decode")
         try:
             _follow({pool.submit(work, key): self._shape(key)[0] for key in keys})
@@ -218,7 +270,7 @@ class FrameCache:
 
     def _shape(self, key: tuple[int, str]) -> tuple[int, ...]:
         position, camera = key
-        return (self.meta.episodes[position].length, *video.frame_size(self.meta, camera, self.size), 3)
+        return (self.meta.episodes[position].length, *self.frame_size(camera), 3)
 
     def _bytes(self, key: tuple[int, str]) -> int:
         return math.prod(self._shape(key))
@@ -229,12 +281,22 @@ class FrameCache:
         except OSError:
             return False
 
-    def _load(self, key: tuple[int, str]) -> np.ndarray | None:
-        return np.load(self.path(*key), mmap_mode="r") if self._is_complete(key) else None
+    def _map(self, key: tuple[int, str]) -> np.ndarray | None:
+        """The frames on disk, if they are there. A plain view of the map: indexing a memmap itself is slow."""
+        position, camera = key
+        place = (self._places[camera], position)
+        array = _MAPS.get(place)
+        if array is None and self._is_complete(key):
+            array = np.asarray(np.load(self.path(*key), mmap_mode="r"))
+            _MAPS.put(place, array, 1)
+        return array
 
     def _decode(self, key: tuple[int, str]) -> np.ndarray:
         position, camera = key
-        return video.read_frames(self.meta, self.meta.episodes[position], camera, size=self.size, method=self.method)
+        episode = self.meta.episodes[position]
+        return video.read_frames(
+            self.meta, episode, camera, size=self.size, method=self.method, letterbox=self.letterbox
+        )
 
 
 def write_array(path: Path, array: UInt8[np.ndarray, "..."]) -> None:

@@ -27,6 +27,12 @@ class DataConfig:
     """Whose joints, grippers and cameras these are: picks the transforms between its units and the model's."""
     cameras: tuple[str, ...] | None = None
     """OpenPI camera slots to read; None: all the robot has. Cameras left out cost nothing, not even masked tokens."""
+    assets_dir: str = "assets"
+    """Folder of normalisation statistics, as OpenPI lays it out: <assets_dir>/<asset_id>/norm_stats.json."""
+    asset_id: str | None = None
+    """Whose statistics to use; None: the first dataset's repo id, or the name of its folder."""
+    tokenizer: str = "paligemma"
+    """paligemma (π₀'s own), byte (needs no file, for models trained from nothing), none (no instruction), or a path."""
     cache: Tier = "auto"
     """Where decoded frames live: all in memory, all on disk (mapped), or a rotating memory pool; auto: what fits."""
     cache_dir: str | None = None
@@ -37,7 +43,7 @@ class DataConfig:
     """Rewards and ends: as recorded (columns), 1 at success (sparse_success), or -1 a step and 0 at success
     (step_penalty); auto: as recorded, else an error."""
     success_file: str | None = None
-    """JSON that says which episodes succeeded, for sparse_success and step_penalty."""
+    """JSON that says which episodes of the one dataset succeeded, for sparse_success and step_penalty."""
     boundary: Boundary = "pad"
     """What the critic learns where an episode ends in a chunk: from the part that happened (pad), or nothing (drop)."""
     critic_horizon: int | None = None
@@ -67,6 +73,11 @@ class DataConfig:
             refuse(f"{len(self.weights)} weights for {len(self.repo_ids)} datasets", "give each dataset one weight")
         if self.weights is not None and not (min(self.weights) >= 0 and sum(self.weights) > 0):
             refuse(f"weights are {self.weights}", "weights are >= 0, and one of them is positive")
+        if self.success_file is not None and len(self.repo_ids) > 1:
+            refuse(
+                f"one success_file for {len(self.repo_ids)} datasets, which all number their episodes from 0",
+                "store the outcomes as a column next.success, or train on one dataset",
+            )
         if self.critic_horizon is not None and self.critic_horizon < 1:
             refuse(f"critic_horizon is {self.critic_horizon}", "the critic scores at least one step")
         if self.episodes_per_memory_pool is not None and self.episodes_per_memory_pool < 1:

@@ -32,19 +32,20 @@ class LeRobotSource:
         outcome: OutcomeRule | None = None,
         image_size: int | None = _MODEL_SIZE,
         resize: video.Resize = "fast",
+        letterbox: bool = False,
         cache: CacheConfig | None = None,
     ) -> None:
         """Open a dataset folder or repo id.
 
         `cameras` maps the model's slots to the dataset's feature keys. Several state or action keys are joined.
+        `letterbox` stores pictures with their black borders, for mixing them with pictures of other proportions.
         """
         self.meta = lerobot.read_meta(lerobot.resolve(path))
         for key in cameras.values():
             self.meta.camera(key)
         self._keys = dict(cameras)
-        self.cache = FrameCache(
-            self.meta, tuple(dict.fromkeys(cameras.values())), size=image_size, method=resize, config=cache
-        )
+        keys = tuple(dict.fromkeys(cameras.values()))
+        self.cache = FrameCache(self.meta, keys, size=image_size, method=resize, letterbox=letterbox, config=cache)
         self.columns = lerobot.read_columns(self.meta)
         """Every low-dimensional column, as the dataset names it."""
         self._state = _vectors(self.meta, self.columns, state_key)
@@ -61,6 +62,19 @@ class LeRobotSource:
     def cameras(self) -> tuple[str, ...]:
         """The model's slots that this dataset fills."""
         return tuple(self._keys)
+
+    @property
+    def frame_sizes(self) -> dict[str, tuple[int, int]]:
+        """Height and width of the pictures of each slot."""
+        return {slot: self.cache.frame_size(key) for slot, key in self._keys.items()}
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `frames` decodes when it is asked (the pool tier). Asking settles the tier: what the others need
+        is decoded now.
+        """
+        self.cache.build()
+        return self.cache.tier == "pool"
 
     def __len__(self) -> int:
         return len(self.meta.episodes)
@@ -128,6 +142,16 @@ class MixedSource:
         """The cameras, which all sources share."""
         return self.sources[0].cameras
 
+    @property
+    def frame_sizes(self) -> dict[str, tuple[int, int]]:
+        """Height and width of the pictures of each camera, the same in all sources."""
+        return frame_sizes(self.sources[0])
+
+    @property
+    def decodes(self) -> bool:
+        """Whether asking for pictures means decoding, in some of the sources at least."""
+        return any(getattr(source, "decodes", False) for source in self.sources)
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
@@ -148,8 +172,16 @@ class MixedSource:
         return self.sources[which], index - int(self._ends[which]) + len(self.sources[which])
 
 
+def frame_sizes(source: EpisodeSource) -> dict[str, tuple[int, int]]:
+    """Height and width of the pictures of each camera; a source that does not say is asked for its first pictures."""
+    sizes = getattr(source, "frame_sizes", None)
+    if sizes is None:
+        sizes = {camera: frames.shape[1:3] for camera, frames in source.frames(0).items()} if source.cameras else {}
+    return dict(sizes)
+
+
 def _check_alike(sources: Sequence[EpisodeSource]) -> None:
-    """One batch holds samples of all sources, so they must have the same cameras and vector sizes."""
+    """One batch holds samples of all sources, so they must have the same cameras, vector sizes and picture sizes."""
     first = sources[0].episode(0)
     expected = (set(sources[0].cameras), first.state.shape[1], first.actions.shape[1])
     for number, source in enumerate(sources):
@@ -160,6 +192,13 @@ def _check_alike(sources: Sequence[EpisodeSource]) -> None:
                 f"source {number} has cameras {sorted(found[0])}, {found[1]} states and {found[2]} actions; "
                 f"source 0 has {sorted(expected[0])}, {expected[1]} and {expected[2]}",
                 hint="mix datasets of one robot, or bring them to one layout first",
+            )
+        sizes, wanted = frame_sizes(source), frame_sizes(sources[0])
+        if different := [camera for camera in wanted if sizes[camera] != wanted[camera]]:
+            raise DataError(
+                f"source {number} has pictures of {', '.join(f'{c} {sizes[c]}' for c in different)}; "
+                f"in source 0 they are {', '.join(f'{c} {wanted[c]}' for c in different)}",
+                hint="open all of them with letterbox=True: then each is a square of the model's size",
             )
 
 

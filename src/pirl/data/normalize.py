@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pirl.errors import DataError
 from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
@@ -23,7 +23,8 @@ EPSILON = 1e-6
 QUANTILE_BINS = 5000
 
 _HINT = (
-    "compute them with `pirl norm-stats <recipe>`, or copy assets/<asset_id>/norm_stats.json of an OpenPI checkpoint"
+    "compute them with `pirl norm-stats DATASET --robot NAME`, "
+    "or copy assets/<asset_id>/norm_stats.json of an OpenPI checkpoint"
 )
 
 
@@ -150,8 +151,8 @@ class RunningStats:
     def __init__(self) -> None:
         self._count = 0
         self._mean = self._mean_of_squares = self._min = self._max = np.zeros(0)
-        self._histograms: list[Array] = []
-        self._edges: list[Array] = []
+        self._histograms = np.zeros((0, QUANTILE_BINS))
+        self._edges = np.zeros((0, QUANTILE_BINS + 1))
 
     def update(self, batch: Float[Array, "*B D"]) -> None:
         """Take in one batch; every axis but the last counts as batch."""
@@ -160,8 +161,8 @@ class RunningStats:
         mean, mean_of_squares = batch.mean(axis=0), (batch**2).mean(axis=0)
         if self._count == 0:
             self._mean, self._mean_of_squares, self._min, self._max = mean.copy(), mean_of_squares.copy(), low, high
-            self._edges = [_edges(a - 1e-10, b + 1e-10) for a, b in zip(low, high, strict=True)]
-            self._histograms = [np.zeros(QUANTILE_BINS) for _ in low]
+            self._edges = np.stack([_edges(a - 1e-10, b + 1e-10) for a, b in zip(low, high, strict=True)])
+            self._histograms = np.zeros((len(low), QUANTILE_BINS))
         elif len(low) != len(self._mean):
             raise ValueError(f"a batch of {len(low)} dimensions after batches of {len(self._mean)}")
         else:
@@ -173,8 +174,7 @@ class RunningStats:
         share = len(batch) / self._count
         self._mean += (mean - self._mean) * share
         self._mean_of_squares += (mean_of_squares - self._mean_of_squares) * share
-        for i, (histogram, edges) in enumerate(zip(self._histograms, self._edges, strict=True)):
-            histogram += np.histogram(batch[:, i], bins=edges)[0]
+        self._histograms += histograms(batch, self._edges)
 
     def statistics(self) -> NormStats:
         """Statistics of everything seen so far."""
@@ -185,6 +185,8 @@ class RunningStats:
 
     def _rebin(self) -> None:
         for i, (low, high) in enumerate(zip(self._min, self._max, strict=True)):
+            if (low, high) == (self._edges[i, 0], self._edges[i, -1]):  # every bin would move to where it is
+                continue
             edges = _edges(low, high)
             self._histograms[i] = np.histogram(self._edges[i][:-1], bins=edges, weights=self._histograms[i])[0]
             self._edges[i] = edges
@@ -197,3 +199,27 @@ class RunningStats:
 
 def _edges(low: float, high: float) -> Array:
     return np.linspace(low, high, QUANTILE_BINS + 1)
+
+
+def histograms(batch: Float[Array, "N D"], edges: Float[Array, "D E"]) -> Int[Array, "D K"]:
+    """`np.histogram` of every column over its own, evenly spaced edges, counting the same, only faster.
+
+    The bin is computed from the spacing and then put right by a look at its edges. Where rounding is coarser than the
+    spacing that is not enough, which shows, and `np.histogram` counts that column.
+    """
+    dims, last = len(edges), edges.shape[1] - 2
+    low, width = edges[:, 0], (edges[:, -1] - edges[:, 0]) / (last + 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = (batch - low) / width
+    bins = np.clip(np.where(width > 0, steps, last), 0, last).astype(np.int64)
+    first = np.arange(dims) * edges.shape[1]
+    flat = edges.ravel()
+    bins -= batch < flat[bins + first]
+    bins += (batch >= flat[bins + first + 1]) & (bins < last)
+    below, above = flat[np.maximum(bins, 0) + first], flat[bins + first + 1]
+    right = (bins >= 0) & (below <= batch) & ((batch < above) | ((bins == last) & (batch == above)))
+    counts = np.bincount((np.maximum(bins, 0) + np.arange(dims) * (last + 1)).ravel(), minlength=dims * (last + 1))
+    counts = counts.reshape(dims, last + 1)
+    for column in np.flatnonzero(~right.all(axis=0)):
+        counts[column] = np.histogram(batch[:, column], bins=edges[column])[0]
+    return counts

@@ -63,7 +63,7 @@ class Transform:
                 raise DataError(
                     f"normalisation statistics of {key} {found}; robot {robot.name!r} needs {dim}"
                     + (" with q01 and q99" if self.quantile else ""),
-                    hint="compute them for this dataset with `pirl norm-stats <recipe>`",
+                    hint="compute them for this dataset with `pirl norm-stats DATASET --robot NAME`",
                 )
         if self.discrete_state and self.tokenizer is None:
             raise ConfigError("a state in the prompt needs a tokenizer", hint="set tokenizer, or discrete_state=False")

@@ -26,9 +26,8 @@ class Draws(NamedTuple):
     time: Float[Array, "B N"]
 
 
-def draw(key: Array, actions: Float[Array, "B H A"], num: int = 1) -> Draws:
+def draw(noise_key: Array, time_key: Array, actions: Float[Array, "B H A"], num: int = 1) -> Draws:
     """Noise and time for `num` points of the flow per chunk; times are Beta(1.5, 1), denser near the noise end."""
-    noise_key, time_key = jax.random.split(key)
     batch, horizon, dim = actions.shape
     time = jax.random.beta(time_key, 1.5, 1.0, (batch, num)) * 0.999 + 0.001
     return Draws(jax.random.normal(noise_key, (batch, num, horizon, dim)), time)

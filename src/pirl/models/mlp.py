@@ -52,6 +52,10 @@ class MLPFlow:
         """Fresh parameters."""
         return initialize(self.declare(), key)
 
+    def prepare(self, observation: Observation, key: Array | None = None) -> Observation:
+        """A state needs no preparation."""
+        return observation
+
     def encode(self, params: Params, observation: Observation) -> Float[Array, "B S"]:
         """There is nothing to compute: the state is the context."""
         return jnp.asarray(observation.state)

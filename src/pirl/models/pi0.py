@@ -65,10 +65,14 @@ class Pi0:
         """Fresh parameters, initialised as OpenPI does."""
         return initialize(declare(self.config), key)
 
+    def prepare(self, observation: Observation, key: Array | None = None) -> Observation:
+        """Pictures scaled and letterboxed; augmented where a key is given."""
+        return preprocess.prepare(observation, size=self.config.image_size, cameras=self.config.cameras, key=key)
+
     def encode(self, params: Params, observation: Observation) -> Context:
         """Run SigLIP and the VLM once. Pictures may be raw (uint8, any size) or prepared."""
         config = self.config
-        x, mask = embed_prefix(params, config, observation)
+        x, mask = embed_prefix(params, config, self.prepare(observation))
         # Padding does not advance positions, so leaving it out changes nothing.
         positions = jnp.cumsum(mask, axis=1) - 1
         prefix = gemma.encode_prefix(params["PaliGemma"]["llm"], config, x, mask, positions)
@@ -121,8 +125,7 @@ def param_shapes(config: Pi0Config) -> Params:
 def embed_prefix(
     params: Params, config: Pi0Config, observation: Observation
 ) -> tuple[Float[Array, "B P W"], Bool[Array, "B P"]]:
-    """Picture tokens camera by camera, then prompt tokens, with the mask of real ones."""
-    observation = preprocess.prepare(observation, size=config.image_size, cameras=config.cameras)
+    """Picture tokens camera by camera, then prompt tokens, with the mask of real ones; pictures are prepared."""
     if not observation.images and observation.tokenized_prompt is None:
         raise ConfigError("an observation with neither pictures nor a prompt has no prefix to encode")
     dtype = jnp.dtype(config.dtype)

@@ -27,6 +27,9 @@ class FlowPolicy(Protocol):
     def init(self, key: Array) -> Params:
         """Fresh parameters."""
 
+    def prepare(self, observation: Observation, key: Array | None = None) -> Observation:
+        """Observations as `encode` reads them; augmented where a key is given. `encode` prepares what is not."""
+
     def encode(self, params: Params, observation: Observation) -> Any:
         """The context that `velocity` needs, as a pytree."""
 

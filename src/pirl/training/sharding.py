@@ -1,14 +1,39 @@
-"""Where arrays live: OpenPI's rule for fully sharded parameters."""
+"""Where arrays live: the mesh of devices, OpenPI's rule for fully sharded parameters, and a check that it took hold.
+
+The rule goes by shape and type alone and is applied to the whole train state, so a parameter's moments, average and
+target lie exactly where the parameter does; small arrays, the critic's among them, are on every device.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
+
+from pirl.errors import ConfigError, listing
 
 DATA_AXIS, FSDP_AXIS = "batch", "fsdp"
 """Mesh axes, named as in OpenPI; a batch is split over both."""
 MIN_SHARDED_BYTES = 4 * 2**20
+
+
+def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """All devices of all processes (or the given ones) as (devices / fsdp, fsdp).
+
+    The fsdp axis is the inner one: devices that share weights are neighbours, on one node where fsdp fits it.
+    """
+    devices = jax.devices() if devices is None else devices
+    if fsdp < 1 or len(devices) % fsdp:
+        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        raise ConfigError(
+            f"fsdp is {fsdp} and there are {len(devices)} devices",
+            hint=f"fsdp divides the number of devices: {', '.join(map(str, divisors))}",
+        )
+    shape = (len(devices) // fsdp, fsdp)
+    return jax.make_mesh(shape, (DATA_AXIS, FSDP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices)
 
 
 def fsdp_spec(shape: Sequence[int], dtype: DTypeLike, fsdp: int) -> PartitionSpec:
@@ -23,3 +48,124 @@ def fsdp_spec(shape: Sequence[int], dtype: DTypeLike, fsdp: int) -> PartitionSpe
         if shape[axis] % fsdp == 0:
             return PartitionSpec(*(FSDP_AXIS if i == axis else None for i in range(len(shape))))
     return PartitionSpec()
+
+
+def state_shardings(mesh: Mesh, shapes: Any) -> Any:
+    """A sharding for every leaf of a tree of arrays or ShapeDtypeStructs, such as a whole TrainState."""
+    fsdp = mesh.shape[FSDP_AXIS]
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, fsdp_spec(leaf.shape, leaf.dtype, fsdp)), shapes)
+
+
+def sharded_shapes(mesh: Mesh, shapes: Any) -> Any:
+    """The same tree as ShapeDtypeStructs that know where they belong: what restoring and initialising go by."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(mesh, shapes),
+    )
+
+
+def data_sharding(mesh: Mesh) -> NamedSharding:
+    """A batch, split over all devices along its first axis."""
+    return NamedSharding(mesh, PartitionSpec((DATA_AXIS, FSDP_AXIS)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device: keys, steps, metrics."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """A batch in host memory onto the devices. With several processes each passes its own rows (`host_slice`)."""
+    sharding = data_sharding(mesh)
+    return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, np.asarray(rows)), batch)
+
+
+def check_batch(batch_size: int, mesh: Mesh) -> None:
+    """Refuse a batch that the devices cannot share evenly."""
+    devices = mesh.size
+    if batch_size < 1 or batch_size % devices:
+        below, above = batch_size // devices * devices, (batch_size // devices + 1) * devices
+        near = str(above) if below < 1 else f"{below} or {above}"
+        raise ConfigError(
+            f"the batch size is {batch_size} and there are {devices} devices",
+            hint=f"every device gets the same number of samples: take {near}, or fewer devices",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingReport:
+    """How a tree lies on the devices of a mesh."""
+
+    total_bytes: int
+    """Size of the tree, each array counted once."""
+    device_bytes: dict[int, int]
+    """Device id -> bytes it holds, for the devices of this process."""
+    sharded: int
+    """Arrays of which a device holds a part."""
+    replicated: int
+    """Arrays of which every device holds all."""
+    replicated_large: tuple[str, ...]
+    """Those of them that are 4 MiB or more, by path, largest first."""
+
+    @property
+    def largest_share(self) -> float:
+        """Part of the tree that the fullest device holds: near 1 / fsdp if sharding works."""
+        return max(self.device_bytes.values()) / max(self.total_bytes, 1)
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes on the fullest device over those on the emptiest; 1 is even."""
+        return max(self.device_bytes.values()) / max(min(self.device_bytes.values()), 1)
+
+
+def validate_fsdp_sharding(state: Any, mesh: Mesh) -> ShardingReport:
+    """Measure where a state really lies; refuse large matrices that every device holds whole though fsdp is on.
+
+    Takes arrays, or ShapeDtypeStructs with shardings (a plan, before anything is allocated).
+    """
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    device_bytes = {device.id: 0 for device in devices}
+    whole: list[tuple[int, str]] = []
+    total, sharded, silent = 0, 0, []
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        itemsize = np.dtype(leaf.dtype).itemsize
+        nbytes = int(np.prod(leaf.shape)) * itemsize
+        total += nbytes
+        parts = _bytes_by_device(leaf, itemsize, device_bytes)
+        for device, part in parts.items():
+            device_bytes[device] += part
+        if max(parts.values()) < nbytes:
+            sharded += 1
+        elif nbytes >= MIN_SHARDED_BYTES:
+            whole.append((nbytes, name))
+            if len(leaf.shape) > 1:
+                silent.append(f"{name} {list(leaf.shape)}, {nbytes / 2**20:.0f} MiB")
+    fsdp = mesh.shape[FSDP_AXIS]
+    if fsdp > 1 and silent:
+        raise ConfigError(
+            f"fsdp is {fsdp}, yet {len(silent)} large arrays are whole on every device\n{listing(silent)}",
+            hint="take an fsdp that divides one of their axes (a power of two divides the released models'), "
+            "and give the jitted step the shardings of state_shardings",
+        )
+    return ShardingReport(
+        total_bytes=total,
+        device_bytes=device_bytes,
+        sharded=sharded,
+        replicated=len(leaves) - sharded,
+        replicated_large=tuple(name for _, name in sorted(whole, reverse=True)),
+    )
+
+
+def _bytes_by_device(leaf: Any, itemsize: int, devices: dict[int, int]) -> dict[int, int]:
+    """What each device holds of a leaf: as counted for an array, as planned for a shape."""
+    if isinstance(leaf, jax.Array):
+        held = {shard.device.id: shard.data.nbytes for shard in leaf.addressable_shards}
+    else:
+        part = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        held = {device: int(np.prod(part)) * itemsize for device in devices}
+    if stray := sorted(set(held) - set(devices)):
+        raise ConfigError(f"an array lies on devices {stray}, outside the mesh", hint="put the state on the mesh first")
+    return held

@@ -1,0 +1,360 @@
+"""ACRLPD: Q-chunking (arXiv 2507.07969) on a flow policy, with the improvement taken into the policy's weights.
+
+    critic   y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
+    actor    min E[ w · ‖v(x_t, t | s) - u‖² ]      w = min(exp(A/β), cap) / mean,  A = Q(s, a) - mean_n Q(s, a^n)
+
+The prefix of each observation is encoded once per step; its features serve the critic (which sends no gradient back),
+its keys and values the N candidates and the flow loss. Candidates are chosen by the online critic and valued by the
+target critic. β follows the advantages so that the weights keep a given effective sample size.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from pirl.agents import objectives as ob
+from pirl.agents.agent import Metrics, TrainState
+from pirl.agents.config import ACRLPDConfig
+from pirl.agents.learner import Learner, accumulated, in_parts
+from pirl.models import flow
+from pirl.models.critic import Critic, CriticInputs
+from pirl.models.observation import Observation
+from pirl.models.params import Params
+from pirl.models.policy import FlowPolicy
+
+BETA_RATE = 0.1
+"""How far log β and the mean weight move towards those of the latest batch."""
+
+
+class Successor(NamedTuple):
+    """What the target needs of s_{t+L}: what the critic reads, and the policy's candidates."""
+
+    inputs: CriticInputs
+    candidates: Float[Array, "B N H A"]
+
+
+class ActorPart(NamedTuple):
+    """One part of a batch, as the actor's loss takes it; everything random is drawn beforehand."""
+
+    observation: Observation
+    actions: Float[Array, "B H A"]
+    critic_actions: Float[Array, "B h A"]
+    valid: Float[Array, "B H"]
+    draws: flow.Draws
+    candidate_noise: Float[Array, "B N H A"]
+
+
+class ActorAux(NamedTuple):
+    """What the actor's pass leaves for the critic and for the log; the batch is in front."""
+
+    inputs: CriticInputs
+    candidates: Float[Array, "B N H A"]
+    advantage: Float[Array, "B"]
+    spread: Float[Array, "B"]
+    weight: Float[Array, "B"]
+    flow_loss: Float[Array, "B"]
+    drift: Float[Array, "B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ACRLPD:
+    """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
+
+    policy: FlowPolicy
+    critic: Critic
+    config: ACRLPDConfig
+    policy_learner: Learner
+    """How the policy's weights learn."""
+    critic_learner: Learner
+    """How the critic's weights learn."""
+    encoder_frozen: bool = False
+    """Does nothing that `policy.encode` reads train? Then one prefix serves the fixed policy of `distill` as well."""
+
+    @property
+    def value_range(self) -> tuple[float, float]:
+        """The returns that the rewards allow."""
+        c = self.config
+        return ob.value_range(c.reward_low, c.reward_high, c.discount, once=c.reward_once)
+
+    @property
+    def support(self) -> ob.HLGauss:
+        """The histogram critics predict."""
+        sizes = self.critic.config
+        return ob.HLGauss(*self.value_range, sizes.bins, sizes.sigma_ratio)
+
+    def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
+        """A fresh state, around given policy weights where there are some."""
+        policy_key, critic_key = jax.random.split(key)
+        policy = self.policy.init(policy_key) if policy_params is None else policy_params
+        policy, policy_opt = self.policy_learner.init(policy)
+        critic, critic_opt = self.critic_learner.init(self.critic.init(critic_key))
+        learners = {"policy": (self.policy_learner, policy), "critic": (self.critic_learner, critic)}
+        low, high = self.value_range
+        target = {"critic": _copy(critic)}
+        if self.config.actor == "distill":
+            # Candidates of a policy that is trained on them feed on the critic's errors (measured: success falls to
+            # zero within 400 steps); those of the policy it started from stay where the data are.
+            target["policy"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params={"policy": policy, "critic": critic},
+            target=target,
+            ema={name: _copy(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
+            opt={"policy": policy_opt, "critic": critic_opt},
+            scalars={"beta": jnp.float32(self.config.beta_init * (high - low)), "mean_weight": jnp.float32(1.0)},
+        )
+
+    # The critic
+
+    def values(self, params: Params, embedding: Array, chunks: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
+        """Every member's value of N chunks per observation."""
+        return ob.critic_value(self.critic.config.loss, self.critic.score(params, embedding, chunks), self.support)
+
+    def successor(self, params: Params, observation: Observation, noise: Float[Array, "B N H A"]) -> Successor:
+        """Encode s_{t+L} once and draw the policy's N candidates there."""
+        context = self.policy.encode(params, observation)
+        candidates = flow.sample(self.policy, params, context, noise, num_steps=self.config.flow_steps)
+        return jax.lax.stop_gradient(Successor(CriticInputs.of(context), candidates))
+
+    def target(self, online: Params, target: Params, successor: Successor, batch: Any, key: Array) -> Float[Array, "B"]:
+        """Y: the best of N by the online critic, valued by the target critic."""
+        inputs, candidates = successor
+        choice = self.values(online, self.critic.embed(online, inputs), candidates).mean(0)
+        best = ob.take_candidate(candidates, ob.select_best(choice))
+        value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
+        value = ob.aggregate(value, self.config.q_aggregation, key)
+        bootstrap = 1 - batch["next_terminal"]
+        return ob.td_target(
+            batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *self.value_range
+        )
+
+    def critic_loss(
+        self, params: Params, inputs: CriticInputs, candidates: Array, batch: Any, y: Float[Array, "B"], key: Array
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`); optionally Cal-QL on top."""
+        sizes, mask = self.critic.config, batch["sequence_mask"]
+        embedding = self.critic.embed(params, inputs)
+        out = self.critic.score(params, embedding, batch["critic_actions"][:, None], key=key)[:, :, 0]
+        error = ob.critic_loss(sizes.loss, out, y, support=self.support, delta=sizes.huber_delta)
+        loss = ob.masked_mean(error, mask)
+        q = ob.critic_value(sizes.loss, out, self.support)
+        info = {"critic/loss": loss, "critic/q_mean": q.mean(), "critic/q_std": q.std(1).mean(), "critic/y": y.mean()}
+        if self.config.calql_weight:
+            # The penalty compares values under the same dropout, hence none.
+            pushed = ob.calql_penalty(
+                self.values(params, embedding, candidates),
+                self.values(params, embedding, batch["critic_actions"][:, None])[..., 0],
+                batch["mc_return"],
+            )
+            penalty = ob.masked_mean(pushed, mask)
+            info["critic/calql"] = penalty
+            loss = loss + self.config.calql_weight * penalty
+        return loss, info
+
+    # The actor
+
+    def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
+        """The weighted flow-matching loss. One prefix pass serves candidates, advantages, cloning and the critic."""
+        c = self.config
+        context = self.policy.encode(params, part.observation)
+        fixed = jax.lax.stop_gradient(context)
+        candidates = self._candidates(params, state, fixed, part)
+        critic, inputs = state.params["critic"], CriticInputs.of(fixed)
+        embedding = self.critic.embed(critic, inputs)
+        of_data = self.values(critic, embedding, part.critic_actions[:, None]).mean(0)[:, 0]
+        of_candidates = self.values(critic, embedding, candidates).mean(0)
+        advantage = of_data - of_candidates.mean(1)
+        warm = state.step >= c.actor_warmup_steps
+        raw = ob.awr_weights(advantage, state.scalars["beta"], c.weight_cap)
+
+        def cloned(chunks: Array, valid: Array | None) -> tuple[Array, Array]:
+            """Flow-matching loss of each sample towards given chunks, and how far the field is from the average's."""
+            x_t, u = flow.interpolate(chunks, part.draws)
+            v = self.policy.velocity(params, context, x_t, part.draws.time)
+            loss = flow.chunk_loss(jnp.square(v.astype(jnp.float32) - u), valid=valid, dims=self.critic.real_action_dim)
+            if "policy" not in state.ema:
+                return loss, jnp.zeros_like(loss)
+            old = self.policy.velocity(state.ema["policy"], fixed, x_t, part.draws.time)
+            return loss, jnp.square(jax.lax.stop_gradient(v) - old).mean((1, 2, 3))
+
+        imitation, drift = cloned(part.actions, part.valid)
+        if c.actor == "awr":
+            weight = jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
+            loss = weight * imitation
+        elif c.actor == "distill":
+            best = ob.take_candidate(candidates, ob.select_best(of_candidates))
+            improved, _ = cloned(best, None)
+            share = jnp.where(warm, c.bc_loss_weight, 1.0)
+            loss, weight = share * imitation + (1 - share) * improved, raw
+        else:
+            loss, weight = imitation, raw
+        spread = of_candidates.max(1) - of_candidates.mean(1)
+        aux = ActorAux(inputs, candidates, advantage, spread, weight, imitation, drift)
+        return loss.mean(), jax.lax.stop_gradient(aux)
+
+    def _candidates(self, params: Params, state: TrainState, context: Any, part: ActorPart) -> Float[Array, "B N H A"]:
+        """N chunks of the policy at s; for `distill`, of the policy it started from."""
+        if "policy" in state.target:
+            params = state.target["policy"]
+            context = context if self.encoder_frozen else self.policy.encode(params, part.observation)
+        noise, steps = part.candidate_noise, self.config.flow_steps
+        return jax.lax.stop_gradient(flow.sample(self.policy, params, context, noise, num_steps=steps))
+
+    def bc_loss(
+        self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
+    ) -> Float[Array, ""]:
+        """Plain imitation of the data, for comparison and for monitoring."""
+        error = flow.squared_error(self.policy, params, self.policy.encode(params, observation), actions, draws)
+        return flow.chunk_loss(error, valid=valid, dims=self.critic.real_action_dim).mean()
+
+    # One step
+
+    def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
+        """Targets at s', the actor's pass at s, then the critic's updates on the features both left behind."""
+        c = self.config
+        keys = dict(zip(("augment", "flow", "time", "here", "there", "critic"), jax.random.split(key, 6), strict=True))
+        part, successor_inputs = self._inputs(batch, keys)
+        ahead = state.target.get("policy", state.policy)
+        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
+
+        trainable, frozen = self.policy_learner.split(state.params["policy"])
+
+        def actor_loss(trainable: Params, part: ActorPart) -> tuple[Array, ActorAux]:
+            return self.actor_loss(self.policy_learner.join(trainable, frozen), state, part)
+
+        loss, aux, grads = accumulated(actor_loss, trainable, part, c.accumulate)
+        policy, policy_opt = self.policy_learner.step(state.params["policy"], grads, state.opt["policy"])
+        critic, target, critic_opt, info = self._update_critic(state, aux, successor, batch, keys["critic"])
+        params = {"policy": policy, "critic": critic}
+        learners = {"policy": self.policy_learner, "critic": self.critic_learner}
+        metrics = {
+            "actor/loss": loss,
+            "actor/grad_norm": optax.tree.norm(grads),
+            **info,
+            **self._metrics(state, aux, batch),
+        }
+        new = replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            target=state.target | {"critic": target},
+            ema={name: learners[name].average(average, params[name]) for name, average in state.ema.items()},
+            opt={"policy": policy_opt, "critic": critic_opt},
+            scalars=self._adapt(state, aux),
+        )
+        return new, metrics
+
+    def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
+        """Observations augmented alike at s and s', and every random number of the step."""
+        c = self.config
+        key = keys["augment"] if c.augment else None
+        here, there = (
+            self.policy.prepare(Observation.from_dict(batch[name]), key)
+            for name in ("observations", "next_observations")
+        )
+        actions = batch["actions"]
+        shape = (actions.shape[0], c.num_action_samples, *actions.shape[1:])
+        part = ActorPart(
+            observation=here,
+            actions=actions,
+            critic_actions=batch["critic_actions"],
+            valid=batch["valid"],
+            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws),
+            candidate_noise=jax.random.normal(keys["here"], shape),
+        )
+        return part, (there, jax.random.normal(keys["there"], shape))
+
+    def _update_critic(
+        self, state: TrainState, aux: ActorAux, successor: Successor, batch: Any, key: Array
+    ) -> tuple[Params, Params, Any, Metrics]:
+        """`critic_updates` steps on the same features; targets follow the critic from step to step."""
+
+        def once(carry: tuple[Params, Params, Any], key: Array) -> tuple[tuple[Params, Params, Any], Metrics]:
+            critic, target, opt = carry
+            pair_key, dropout_key = jax.random.split(key)
+            y = self.target(critic, target, successor, batch, pair_key)
+
+            def loss(critic: Params) -> tuple[Array, Metrics]:
+                return self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
+
+            (_, info), grads = jax.value_and_grad(loss, has_aux=True)(critic)
+            critic, opt = self.critic_learner.step(critic, grads, opt)
+            target = ob.soft_update(target, critic, self.config.target_update_rate)
+            return (critic, target, opt), info | {"critic/grad_norm": optax.tree.norm(grads)}
+
+        start = (state.params["critic"], state.target["critic"], state.opt["critic"])
+        (critic, target, opt), infos = jax.lax.scan(once, start, jax.random.split(key, self.config.critic_updates))
+        return critic, target, opt, jax.tree.map(lambda x: x[-1], infos)
+
+    def _adapt(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
+        """Move β and the mean weight towards those of this batch; the next step uses them."""
+        c, (low, high) = self.config, self.value_range
+        beta, mean = state.scalars["beta"], state.scalars["mean_weight"]
+        fitted = jnp.clip(ob.fit_beta(aux.advantage, c.target_ess, c.weight_cap), 1e-4 * (high - low), high - low)
+        new_beta = jnp.exp((1 - BETA_RATE) * jnp.log(beta) + BETA_RATE * jnp.log(fitted))
+        latest = ob.awr_weights(aux.advantage, beta, c.weight_cap).mean()
+        return {"beta": new_beta, "mean_weight": (1 - BETA_RATE) * mean + BETA_RATE * latest}
+
+    def _metrics(self, state: TrainState, aux: ActorAux, batch: Any) -> Metrics:
+        critic = state.params["critic"]
+        embedding = self.critic.embed(critic, aux.inputs)
+        chunks = batch["critic_actions"][:, None]
+
+        def total(chunks: Array) -> tuple[Array, Array]:
+            q = self.values(critic, embedding, chunks).mean(0)[:, 0]
+            return q.sum(), q
+
+        slope, q = jax.grad(total, has_aux=True)(chunks)
+        known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
+        gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
+        return {
+            "actor/flow_loss": aux.flow_loss.mean(),
+            "actor/advantage": aux.advantage.mean(),
+            "actor/ess": ob.effective_sample_size(aux.weight),
+            "actor/beta": state.scalars["beta"],
+            "actor/drift": aux.drift.mean(),
+            "critic/candidate_gain": aux.spread.mean(),
+            "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
+            "critic/mc_gap": ob.masked_mean(gap, known),
+            "critic/mc_correlation": _correlation(q, batch["mc_return"], known),
+            "data/valid_fraction": batch["valid"].mean(),
+            "data/critic_fraction": batch["sequence_mask"].mean(),
+        }
+
+    # Acting
+
+    def act(
+        self, state: TrainState, observation: Observation, key: Array, candidates: int | None = None
+    ) -> Float[Array, "B H A"]:
+        """One chunk per observation: the critic's choice among `candidates`, or a plain sample of one.
+
+        By default `best_of_n` chooses among N, while `awr` and `distill` sample: their improvement is in the weights.
+        """
+        count = candidates or (self.config.num_action_samples if self.config.actor == "best_of_n" else 1)
+        params = state.policy
+        context = self.policy.encode(params, observation)
+        shape = (observation.state.shape[0], count, self.policy.horizon, self.policy.action_dim)
+        noise = jax.random.normal(key, shape)
+        chunks = flow.sample(self.policy, params, context, noise, num_steps=self.config.flow_steps)
+        if count == 1:
+            return chunks[:, 0]
+        critic = state.ema.get("critic", state.params["critic"])
+        embedding = self.critic.embed(critic, CriticInputs.of(context))
+        return ob.take_candidate(chunks, ob.select_best(self.values(critic, embedding, chunks).mean(0)))
+
+
+def _copy(tree: Params) -> Params:
+    """A copy, not a reference: every leaf of the state is donated on its own."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _correlation(x: Float[Array, "B"], y: Float[Array, "B"], mask: Float[Array, "B"]) -> Float[Array, ""]:
+    """Pearson correlation over the masked samples; 0 where either does not vary."""
+    x, y = x - ob.masked_mean(x, mask), jnp.where(mask > 0, y, 0.0)
+    y = y - ob.masked_mean(y, mask)
+    cov, var_x, var_y = (ob.masked_mean(z, mask) for z in (x * y, x * x, y * y))
+    return cov / jnp.sqrt(jnp.maximum(var_x * var_y, 1e-12))

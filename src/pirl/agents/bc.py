@@ -1,0 +1,84 @@
+"""Behaviour cloning by flow matching: OpenPI's training step. The warm start of everything else, and its baseline."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from pirl.agents.agent import Metrics, TrainState
+from pirl.agents.config import BCConfig
+from pirl.agents.learner import Learner, accumulated
+from pirl.models import flow
+from pirl.models.observation import Observation
+from pirl.models.params import Params
+from pirl.models.policy import FlowPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class BC:
+    """min E ‖v(x_t, t | s) - (ε - a)‖² over the data's chunks a."""
+
+    policy: FlowPolicy
+    config: BCConfig
+    learner: Learner
+    """How the policy's weights learn."""
+    real_action_dim: int
+    """Action dimensions the robot has; the rest is padding."""
+    flow_steps: int = 10
+    """Euler steps when acting."""
+
+    def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
+        """A fresh state, around given policy weights where there are some."""
+        params, opt = self.learner.init(self.policy.init(key) if policy_params is None else policy_params)
+        ema = {} if self.learner.ema_decay is None else {"policy": jax.tree.map(jnp.copy, params)}
+        return TrainState(step=jnp.zeros((), jnp.int32), params={"policy": params}, ema=ema, opt={"policy": opt})
+
+    def loss(
+        self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
+    ) -> Float[Array, "B"]:
+        """Flow-matching loss of each sample."""
+        context = self.policy.encode(params, observation)
+        error = flow.squared_error(self.policy, params, context, actions, draws)
+        if self.config.mask_padding:
+            return flow.chunk_loss(error, valid=valid, dims=self.real_action_dim)
+        return flow.chunk_loss(error)
+
+    def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
+        """One step on a Q-chunk batch, of which it needs observations, actions and `valid` only."""
+        observation, actions, draws = self._inputs(batch, key)
+        trainable, frozen = self.learner.split(state.params["policy"])
+
+        def loss(trainable: Params, part: Any) -> tuple[Array, Array]:
+            per_sample = self.loss(self.learner.join(trainable, frozen), *part)
+            return per_sample.mean(), per_sample
+
+        parts = (observation, actions, batch["valid"], draws)
+        value, per_sample, grads = accumulated(loss, trainable, parts, self.config.accumulate)
+        params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
+        metrics = {
+            "policy/loss": value,
+            "policy/loss_std": per_sample.std(),
+            "policy/grad_norm": optax.tree.norm(grads),
+            "data/valid_fraction": jnp.mean(batch["valid"]),
+        }
+        ema = {name: self.learner.average(average, params) for name, average in state.ema.items()}
+        return replace(state, step=state.step + 1, params={"policy": params}, ema=ema, opt={"policy": opt}), metrics
+
+    def act(self, state: TrainState, observation: Observation, key: Array) -> Float[Array, "B H A"]:
+        """One chunk per observation by plain sampling."""
+        params = state.policy
+        context = self.policy.encode(params, observation)
+        shape = (observation.state.shape[0], 1, self.policy.horizon, self.policy.action_dim)
+        noise = jax.random.normal(key, shape)
+        return flow.sample(self.policy, params, context, noise, num_steps=self.flow_steps)[:, 0]
+
+    def _inputs(self, batch: Any, key: Array) -> tuple[Observation, Array, flow.Draws]:
+        # OpenPI's order of keys, so that the same key gives the same step.
+        augment_key, noise_key, time_key = jax.random.split(key, 3)
+        observation = Observation.from_dict(batch["observations"])
+        observation = self.policy.prepare(observation, augment_key if self.config.augment else None)
+        draws = flow.draw(noise_key, time_key, batch["actions"], self.config.flow_draws)
+        return observation, batch["actions"], draws

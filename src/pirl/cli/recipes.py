@@ -1,0 +1,87 @@
+"""`pirl recipes`: the configurations that come with pirl."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+NAME = "recipes"
+HELP = "Lists the recipes, shows one with all its settings, or copies it into a YAML file to start from."
+EXAMPLES = """\
+examples:
+  pirl recipes ls
+  pirl recipes show acrlpd_libero
+  pirl recipes cp acrlpd_libero my.yaml           then: pirl train my.yaml --exp-name first"""
+LS_EXAMPLES = """\
+examples:
+  pirl recipes ls
+  pirl recipes ls acrlpd                          those with this in their name"""
+SHOW_EXAMPLES = """\
+examples:
+  pirl recipes show debug
+  pirl recipes show my.yaml --bare                what a file comes to, without explanations"""
+CP_EXAMPLES = """\
+examples:
+  pirl recipes cp debug my.yaml
+  pirl recipes cp acrlpd_aloha_fold_lora configs/box.yaml"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl recipes`."""
+    actions = parser.add_subparsers(dest="action", metavar="action", title="actions", required=True)
+    text = "the recipes: algorithm, model, robot, sizes"
+    one = actions.add_parser("ls", help=text, description=f"Lists {text}.", epilog=LS_EXAMPLES)
+    one.add_argument("part", metavar="PART", nargs="?", default="", help="only those with this in their name")
+    text = "all settings as YAML, each explained"
+    one = actions.add_parser("show", help=text, description=f"Prints {text}.", epilog=SHOW_EXAMPLES)
+    one.add_argument("name", metavar="RECIPE", help="a recipe's name, or a YAML file")
+    one.add_argument("--bare", action="store_true", help="leave the explanations out")
+    text = "a recipe into a YAML file to start from"
+    one = actions.add_parser("cp", help=text, description=f"Copies {text}; replaces no file.", epilog=CP_EXAMPLES)
+    one.add_argument("name", metavar="RECIPE", help="a recipe's name")
+    one.add_argument("file", metavar="FILE", type=Path, help="the file to write, such as my.yaml")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write what was asked for."""
+    for line in {"ls": ls, "show": show, "cp": cp}[args.action](args):
+        print(line)
+    return 0
+
+
+def ls(args: argparse.Namespace) -> Iterator[str]:
+    """A table of all recipes."""
+    from pirl.cli.inspect import table
+    from pirl.config_io import tag
+    from pirl.models.config import MLPFlowConfig
+    from pirl.recipes import ALIASES, get_config, list_configs
+
+    rows = [("recipe", "agent", "model", "trains", "robot", "chunk", "batch", "steps")]
+    for name in [name for name in (*list_configs(), *ALIASES) if args.part in name]:
+        config = get_config(name)
+        family = "MLP" if isinstance(config.model, MLPFlowConfig) else "π₀.₅" if config.model.pi05 else "π₀"
+        chunk = f"{config.horizon}, {config.critic_horizon} scored" if config.has_critic else f"{config.horizon}"
+        sizes = (f"{config.batch_size}", f"{config.num_train_steps:,}")
+        agent = tag(type(config.agent))
+        alias = f" (= {config.name})" if name in ALIASES else ""
+        rows.append((name + alias, agent, family, config.freeze_rule, config.data.robot, chunk, *sizes))
+    yield from table(rows, "<<<<<<>>")
+
+
+def show(args: argparse.Namespace) -> Iterator[str]:
+    """A configuration as YAML."""
+    from pirl.config_io import to_yaml
+    from pirl.recipes import load
+
+    yield to_yaml(load(args.name), comments=not args.bare).rstrip()
+
+
+def cp(args: argparse.Namespace) -> Iterator[str]:
+    """Write a recipe's YAML."""
+    from pirl.config_io import write_yaml
+    from pirl.errors import ConfigError
+    from pirl.recipes import about, get_config
+
+    if args.file.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{args.file} does not end in .yaml", hint=f"call it {args.file.with_suffix('.yaml')}")
+    file = write_yaml(args.file, get_config(args.name), comments=True, header=about(args.name) + "\n\n")
+    yield f"{args.name} -> {file}; train it with: pirl train {file} --exp-name NAME"

@@ -1,0 +1,275 @@
+"""One configuration for a whole run: what is trained, how, on which data, and where it goes. No jax here.
+
+Every package says in its own `config.py` what it can be told; this module only puts those together and checks what no
+package can see alone. Values that follow from others are properties, so that an override (`--model.pi05`) changes all
+that hangs on it. Reading and writing files is `config_io`, named configurations are in `recipes`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.data.config import DataConfig
+from pirl.data.robots import Robot, generic, get_robot
+from pirl.errors import ConfigError, did_you_mean
+from pirl.models.config import MLPFlowConfig, Pi0Config
+from pirl.models.critic_config import CriticConfig
+from pirl.names import BASE_CAMERA, IMAGE
+from pirl.training.config import (
+    AdamW,
+    CheckpointConfig,
+    ConstantSchedule,
+    CosineSchedule,
+    MeshConfig,
+    Optimizer,
+    Schedule,
+)
+
+FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
+"""The rules of `models.freeze`, which imports jax."""
+SinkName = Literal["wandb", "trackio", "tensorboard"]
+"""Services that take metrics, beside the console and the files that are always written."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
+_REWARDS = {"sparse_success": (0, 1), "step_penalty": (-1, 0)}
+"""Smallest and largest reward of the outcomes that are declared; recorded rewards may be anything."""
+_VOCABULARY = {"paligemma": 257_152, "byte": 259}
+"""Token ids a tokenizer may give; of one's own file the size is not known here."""
+
+SYNTHETIC = generic(name="synthetic", state_dim=2, action_dim=2, cameras={BASE_CAMERA: IMAGE})
+"""The point on a plane of `data.synthetic`: no robot anybody could have, hence not in the registry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStop:
+    """When to stop because nothing gets better any more."""
+
+    metric: str = "eval/success_rate"
+    """Name of the metric that is watched, each time it is measured."""
+    patience: int = 10
+    """Measurements without a better value before the run stops."""
+    min_delta: float = 0.001
+    """A value is better if it is better by more than this."""
+    mode: Literal["max", "min"] = "max"
+    """Is more better, or less?"""
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or not self.min_delta >= 0:
+            raise ConfigError(
+                f"early_stop: patience is {self.patience}, min_delta is {self.min_delta}",
+                hint="patience is at least 1, min_delta is not negative",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLTrainConfig:
+    """A training run."""
+
+    name: str
+    """Name of the recipe; the first folder of the run."""
+    exp_name: str = "run"
+    """Name of this run; its folder is <checkpoint.base_dir>/<name>/<exp_name>."""
+    model: Pi0Config | MLPFlowConfig
+    """The policy."""
+    agent: BCConfig | ACRLPDConfig
+    """The algorithm."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic of algorithms that have one."""
+    freeze: FreezeRule | None = None
+    """Which weights train. full: all. lora: adapters, vision tower and heads. vlm_frozen: action expert and heads.
+    expert_only: the expert's transformer. None: lora for a model with adapters, else full, as OpenPI does."""
+    init_weights: str | None = None
+    """Weights to start from: OpenPI's checkpoints, its PyTorch files or PaliGemma's .npz, at a path, gs:// or hf://
+    address. None starts from nothing."""
+    data: DataConfig
+    """The datasets, and how chunks are cut from them."""
+    policy_optimizer: Optimizer = field(default_factory=AdamW)
+    """How the policy's gradients become updates."""
+    policy_schedule: Schedule = field(default_factory=CosineSchedule)
+    """The policy's learning rate over the steps."""
+    critic_optimizer: Optimizer = field(default_factory=lambda: AdamW(b2=0.999, weight_decay=1e-4))
+    """How the critic's gradients become updates."""
+    critic_schedule: Schedule = field(default_factory=ConstantSchedule)
+    """The critic's learning rate over the steps."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How the devices share the work."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Where checkpoints go, how often, and which ones stay."""
+    batch_size: int = 32
+    """Chunks per step, over all devices and hosts."""
+    num_train_steps: int = 30_000
+    """Updates of the policy."""
+    log_interval: int = 100
+    """Steps between lines of metrics."""
+    seed: int = 42
+    """Decides fresh weights, noise, augmentation and dropout; `data.seed` decides the batches."""
+    sinks: tuple[SinkName, ...] = ()
+    """Services that get the metrics as well. One that is missing or offline never fails a run."""
+    early_stop: EarlyStop | None = None
+    """Stop when a metric gets no better; None trains all steps."""
+    debug_nans: bool = False
+    """Stop at the operation that made the first NaN (jax_debug_nans). Slow."""
+    log_memory: bool = False
+    """Log device memory after loading, compiling and the first steps, and what of it is the training state."""
+
+    def __post_init__(self) -> None:
+        for what, value in (("name", self.name), ("exp_name", self.exp_name)):
+            if not _NAME.fullmatch(value):
+                raise ConfigError(
+                    f"{what} is {value!r}", hint="it names a folder: letters, digits and . _ - + =, no slash"
+                )
+        for what in ("batch_size", "num_train_steps", "log_interval"):
+            if getattr(self, what) < 1:
+                raise ConfigError(f"{what} is {getattr(self, what)}", hint="it is at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}", hint="seeds are not negative")
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ConfigError(f"sinks are {', '.join(self.sinks)}", hint="name each one once")
+        for problem, hint in (*self._policy_problems(), *self._data_problems(), *self._device_problems()):
+            raise ConfigError(problem, hint=hint)
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run: checkpoints by step, metrics, this configuration."""
+        return Path(self.checkpoint.base_dir).expanduser() / self.name / self.exp_name
+
+    @property
+    def horizon(self) -> int:
+        """Actions per chunk."""
+        return self.model.horizon
+
+    @property
+    def critic_horizon(self) -> int:
+        """Steps the critic scores."""
+        return self.horizon if self.data.critic_horizon is None else self.data.critic_horizon
+
+    @property
+    def has_critic(self) -> bool:
+        """Does the algorithm learn values? Then batches carry next observations."""
+        return isinstance(self.agent, ACRLPDConfig)
+
+    @property
+    def discount(self) -> float:
+        """Per environment step; an algorithm without values does not look at it."""
+        return self.agent.discount if isinstance(self.agent, ACRLPDConfig) else 0.99
+
+    @property
+    def policy_ema_decay(self) -> float | None:
+        """Decay of the policy's average, None where there is none."""
+        return self.agent.policy_ema_decay if isinstance(self.agent, ACRLPDConfig) else self.agent.ema_decay
+
+    @property
+    def freeze_rule(self) -> FreezeRule:
+        """Which weights train."""
+        if self.freeze is not None:
+            return self.freeze
+        return "lora" if isinstance(self.model, Pi0Config) and self.model.has_lora else "full"
+
+    @property
+    def robot(self) -> Robot:
+        """Whose data it is."""
+        return SYNTHETIC if self.data.robot == SYNTHETIC.name else get_robot(self.data.robot)
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Camera slots that are read, in the robot's order."""
+        chosen = self.data.cameras
+        return tuple(slot for slot in self.robot.cameras if chosen is None or slot in chosen)
+
+    @property
+    def real_action_dim(self) -> int:
+        """Action dimensions the robot has; the model's others are padding."""
+        return self.robot.action_dim
+
+    @property
+    def state_dim(self) -> int:
+        """Size of the state the model is fed."""
+        return self.model.action_dim if isinstance(self.model, Pi0Config) else self.model.state_dim
+
+    @property
+    def token_len(self) -> int:
+        """Prompt tokens the model is fed; 0 if it reads none."""
+        return self.model.token_len if isinstance(self.model, Pi0Config) else 0
+
+    @property
+    def quantile_norm(self) -> bool:
+        """Normalise by quantiles, as π₀.₅, instead of mean and standard deviation, as π₀?"""
+        return isinstance(self.model, Pi0Config) and self.model.pi05
+
+    @property
+    def discrete_state(self) -> bool:
+        """Is the state written into the prompt?"""
+        return isinstance(self.model, Pi0Config) and self.model.discrete_state
+
+    def _policy_problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong between the model and its weights."""
+        model = self.model
+        if isinstance(model, MLPFlowConfig):
+            if self.freeze_rule != "full":
+                yield f"freeze is {self.freeze!r}, and the policy is an MLP", "an MLP trains whole: freeze none or full"
+            if self.init_weights is not None:
+                yield f"init_weights is {self.init_weights!r}, and the policy is an MLP", "only π₀ has weights to load"
+            return
+        if self.freeze == "lora" and not model.has_lora:
+            yield "freeze is 'lora', and the model has no adapters", "take a recipe or preset whose name ends in _lora"
+        room = _VOCABULARY.get(self.data.tokenizer, 0)
+        if room > model.vocab_size:
+            yield (
+                f"the tokenizer {self.data.tokenizer!r} has {room:,} tokens, the model embeds {model.vocab_size:,}",
+                "a small model reads bytes: --data.tokenizer byte",
+            )
+        if model.discrete_state and self.data.tokenizer == "none":
+            yield "π₀.₅ reads the state in its prompt, and data.tokenizer is 'none'", "name a tokenizer"
+
+    def _data_problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong between the robot, its data, the model and the algorithm."""
+        robot, model = self.robot, self.model
+        for what, size, room in (
+            ("state", robot.state_dim, self.state_dim),
+            ("action", robot.action_dim, model.action_dim),
+        ):
+            if size > room:
+                yield (
+                    f"the {what} of robot {robot.name!r} has {size} dimensions, the model has room for {room}",
+                    "enlarge the model's dimensions, or name the right data.robot",
+                )
+        for slot in self.data.cameras or ():
+            if slot not in robot.cameras:
+                raise did_you_mean(slot, robot.cameras, kind=f"camera slot of robot {robot.name!r}")
+        known = model.cameras if isinstance(model, Pi0Config) else ()
+        if unseen := [slot for slot in self.cameras if slot not in known]:
+            seen = " ".join(slot for slot in known if slot in robot.cameras)
+            yield (
+                f"robot {robot.name!r} has the cameras {', '.join(unseen)}, which the model does not see",
+                f"read only those it sees: --data.cameras {seen}".rstrip(),
+            )
+        if self.critic_horizon > self.horizon:
+            yield (
+                f"data.critic_horizon is {self.critic_horizon}, model.horizon is {self.horizon}",
+                "the critic scores at most the whole chunk",
+            )
+        agent, outcome = self.agent, self.data.outcome
+        if isinstance(agent, ACRLPDConfig) and outcome in _REWARDS:
+            low, high = _REWARDS[outcome]
+            if not agent.reward_low <= low <= high <= agent.reward_high:
+                yield (
+                    f"data.outcome {outcome!r} gives rewards from {low} to {high}, the agent expects them from "
+                    f"{agent.reward_low:g} to {agent.reward_high:g}",
+                    f"they bound the values: --agent.reward-low {low} --agent.reward-high {high}",
+                )
+            if agent.reward_once and outcome == "step_penalty":
+                yield (
+                    "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
+                    "it bounds the values: --agent.no-reward-once",
+                )
+
+    def _device_problems(self) -> Iterator[tuple[str, str]]:
+        parts, fsdp = self.agent.accumulate, self.mesh.fsdp
+        if self.batch_size % (parts * fsdp):
+            yield (
+                f"batch_size {self.batch_size} cannot be split over {fsdp} device(s) in {parts} part(s)",
+                f"take a multiple of mesh.fsdp × agent.accumulate = {parts * fsdp}",
+            )

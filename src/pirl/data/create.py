@@ -1,0 +1,185 @@
+"""From a `DataConfig` to what training needs: the source of episodes, the robot's transform, the loader of batches."""
+
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pirl import names
+from pirl.data import lerobot, video
+from pirl.data.cache import CacheConfig
+from pirl.data.config import DataConfig
+from pirl.data.dataset import LeRobotSource, MixedSource
+from pirl.data.loader import ACRLPDDataLoader
+from pirl.data.normalize import NormStats, load_norm_stats
+from pirl.data.outcomes import OutcomeRule
+from pirl.data.replay import ReplayBuffer
+from pirl.data.robots import ROBOTS, Robot, get_robot
+from pirl.data.tokenizer import ByteTokenizer, PaliGemmaTokenizer, Tokenizer
+from pirl.data.transforms import Transform
+from pirl.errors import ConfigError, DataError, did_you_mean
+from pirl.records import EpisodeSource
+
+
+def create_acrlpd_data_loader(
+    config: DataConfig,
+    *,
+    transform: Transform,
+    horizon: int,
+    discount: float,
+    batch_size: int = 128,
+    replay: ReplayBuffer | None = None,
+    next_observations: bool = True,
+    sharding: Any = None,
+    host_id: int = 0,
+    host_count: int = 1,
+) -> ACRLPDDataLoader:
+    """The batches of the datasets in `config`, and of `replay` once it holds something; without datasets of it alone.
+
+    `transform` (see `create_transform`) also decides whose data it is and at what size pictures are kept. Frames that
+    the cache lacks are decoded before this returns. Close the loader, or use it as a context manager.
+    """
+    height, width = transform.image_size
+    if height != width:
+        raise ConfigError(f"the model's pictures are {height}x{width}", hint="datasets are read for square pictures")
+    source = create_source(config, transform.robot, image_size=height) if config.repo_ids else None
+    return ACRLPDDataLoader(
+        source,
+        transform,
+        config=config,
+        batch_size=batch_size,
+        horizon=horizon,
+        discount=discount,
+        replay=replay,
+        next_observations=next_observations,
+        sharding=sharding,
+        host_id=host_id,
+        host_count=host_count,
+    )
+
+
+def create_transform(
+    config: DataConfig,
+    *,
+    horizon: int,
+    robot: Robot | None = None,
+    norm_stats: Mapping[str, NormStats] | None = None,
+    action_dim: int = 32,
+    state_dim: int | None = None,
+    token_len: int = 48,
+    quantile: bool = False,
+    discrete_state: bool = False,
+    image_size: int = 224,
+    default_prompt: str | None = None,
+) -> Transform:
+    """The transform between the robot of `config` and a model of these sizes (`Transform` says what each means).
+
+    A robot that has no name in the registry is given as `robot`, statistics that are not in a file as `norm_stats`.
+    """
+    robot = select_cameras(robot or get_robot(config.robot), config.cameras)
+    return Transform(
+        robot=robot,
+        norm_stats=find_norm_stats(config, robot, horizon) if norm_stats is None else norm_stats,
+        tokenizer=create_tokenizer(config.tokenizer),
+        action_dim=action_dim,
+        state_dim=state_dim,
+        token_len=token_len,
+        quantile=quantile,
+        discrete_state=discrete_state,
+        image_size=(image_size, image_size),
+        default_prompt=default_prompt,
+    )
+
+
+def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) -> EpisodeSource:
+    """The datasets of `config`, mixed if they are several.
+
+    Pictures of one camera that differ in proportion between datasets are stored with their black borders, since they
+    share a batch; otherwise those are left to the device.
+    """
+    if not config.repo_ids:
+        raise ConfigError("data: repo_ids is empty", hint="name at least one LeRobot dataset: a folder, or a repo id")
+    robot = select_cameras(robot, config.cameras)
+    metas = [lerobot.read_meta(lerobot.resolve(name)) for name in config.repo_ids]
+    cameras = [robot.find_cameras(meta.features, meta.cameras) for meta in metas]
+    sizes: dict[str, set[tuple[int, int]]] = {}
+    for meta, keys in zip(metas, cameras, strict=True):
+        for slot, key in keys.items():
+            sizes.setdefault(slot, set()).add(video.frame_size(meta, key, image_size))
+    letterbox = any(len(found) > 1 for found in sizes.values())
+    sources = []
+    for meta, keys in zip(metas, cameras, strict=True):
+        state_key, action_key = find_columns(robot, meta.features)
+        sources.append(
+            LeRobotSource(
+                meta.root,
+                cameras=keys,
+                state_key=state_key,
+                action_key=action_key,
+                outcome=OutcomeRule(rule=config.outcome, success_file=config.success_file),
+                image_size=image_size,
+                resize="exact" if config.exact_resize else "fast",
+                letterbox=letterbox,
+                cache=CacheConfig(tier=config.cache, folder=config.cache_dir),
+            )
+        )
+    return sources[0] if len(sources) == 1 else MixedSource(sources, config.weights)
+
+
+def find_columns(robot: Robot, features: Collection[str]) -> tuple[tuple[str, ...], str]:
+    """The dataset's columns that make up the state, and the one with the actions; LeRobot's own names if in doubt."""
+    state = next((keys for keys in robot.state_keys if set(keys) <= set(features)), (names.LEROBOT_STATE,))
+    return state, next((key for key in robot.action_keys if key in features), names.LEROBOT_ACTION)
+
+
+def select_cameras(robot: Robot, slots: Collection[str] | None) -> Robot:
+    """The robot with only these of its cameras; None leaves it as it is."""
+    if slots is None:
+        return robot
+    for slot in slots:
+        if slot not in robot.cameras:
+            raise did_you_mean(slot, robot.cameras, kind=f"camera slot of robot {robot.name!r}")
+    left_out = [key for slot, keys in robot.cameras.items() if slot not in slots for key in keys]
+    return replace(
+        robot,
+        cameras={slot: keys for slot, keys in robot.cameras.items() if slot in slots},
+        optional_cameras=tuple(slot for slot in robot.optional_cameras if slot in slots),
+        unused_cameras=(*robot.unused_cameras, *left_out),
+    )
+
+
+def create_tokenizer(choice: str) -> Tokenizer | None:
+    """`paligemma`, `byte`, `none`, or a sentencepiece file of one's own."""
+    if choice == "none":
+        return None
+    if choice == "byte":
+        return ByteTokenizer()
+    return PaliGemmaTokenizer(None if choice == "paligemma" else choice)
+
+
+def asset_id(dataset: str) -> str:
+    """The name a dataset's statistics go by: a repo id keeps its owner, as OpenPI's do; a folder goes by its name."""
+    folder = Path(dataset).expanduser()
+    return folder.resolve().name if folder.is_dir() or len(Path(dataset).parts) != 2 else dataset
+
+
+def find_norm_stats(config: DataConfig, robot: Robot, horizon: int) -> dict[str, NormStats]:
+    """The statistics in `assets_dir/asset_id/norm_stats.json`; if they are missing, the error says how to get them."""
+    named = config.asset_id or (asset_id(config.repo_ids[0]) if config.repo_ids else None)
+    if named is None:
+        raise ConfigError(
+            "data: neither asset_id nor repo_ids says whose normalisation statistics to use",
+            hint=f"set asset_id to the folder below {config.assets_dir} that holds {names.NORM_STATS_FILE}",
+        )
+    folder = Path(config.assets_dir).expanduser() / named
+    if not (folder / names.NORM_STATS_FILE).is_file():
+        words = ["pirl", "norm-stats", *(config.repo_ids or ("DATASET",)), "--robot", robot.name]
+        command = shlex.join([*words, "--horizon", str(horizon), "--out", str(folder)])
+        own = f"save_norm_stats({str(folder)!r}, compute_norm_stats(source, robot, {horizon}))"
+        raise DataError(
+            f"no normalisation statistics at {folder / names.NORM_STATS_FILE}",
+            hint=(f"compute them: {command}" if robot.name in ROBOTS else f"compute them in Python: {own}")
+            + "; or copy those of the checkpoint that training starts from",
+        )
+    return load_norm_stats(folder)

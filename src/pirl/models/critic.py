@@ -1,0 +1,271 @@
+"""Critics: ensembles of Q(s, a_0 … a_{h-1}) over what a policy's `encode` already computed.
+
+    embed   state (and prefix features) -> what the first layer takes from it      once per observation
+    score   N chunks -> their values                                               cheap, sharing the embedding
+
+`PrefixCritic` reads π₀'s prefix, `MLPCritic` the state alone; from the first hidden layer on they are the same. Every
+parameter has the ensemble's members on axis 0. All is computed in float32, and no gradient leaves towards the policy.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pirl.errors import ConfigError
+from pirl.models.critic_config import CriticConfig
+from pirl.models.params import (
+    Initializer,
+    Leaf,
+    Params,
+    initialize,
+    lecun_normal,
+    normal,
+    ones,
+    prefixed,
+    shapes_of,
+    xavier_uniform,
+    zeros,
+)
+from pirl.models.pi0 import Context
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class CriticInputs:
+    """What a critic sees of an observation."""
+
+    state: Float[Array, "B S"]
+    """Proprioception, normalised; may be padded behind the real dimensions."""
+    features: Float[Array, "B P W"] | None = None
+    """Hidden states of the policy's prefix, of any scale and float type."""
+    mask: Bool[Array, "B P"] | None = None
+    """Which prefix tokens are real."""
+
+    @classmethod
+    def of(cls, context: Any) -> "CriticInputs":
+        """From the context of any policy: π₀'s, or the bare state of a policy that has nothing to encode."""
+        if isinstance(context, Context):
+            return cls(state=context.state, features=context.features, mask=context.mask)
+        return cls(state=context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic(ABC):
+    """The contract, and all that does not depend on what the embedding is made of."""
+
+    config: CriticConfig
+    """Sizes."""
+    state_dim: int
+    """Real dimensions of the state: the first ones."""
+    real_action_dim: int
+    """Real dimensions of an action: the first ones. Padding would tell the critic nothing and cost parameters."""
+    critic_horizon: int
+    """Steps of a chunk that are scored: the first ones."""
+
+    @abstractmethod
+    def declare_member(self) -> dict[str, Leaf]:
+        """Every parameter of one member, without the ensemble axis."""
+
+    @abstractmethod
+    def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
+        """One member's embedding."""
+
+    def declare(self) -> dict[str, Leaf]:
+        """Every parameter, members on axis 0."""
+        size = self.config.num_critics
+        return {path: Leaf((size, *leaf.shape), leaf.init) for path, leaf in self.declare_member().items()}
+
+    def param_shapes(self) -> Params:
+        """The tree of shapes; nothing is allocated."""
+        return shapes_of(self.declare())
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters, other ones for each member."""
+        return initialize(self.declare(), key)
+
+    def embed(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B D"]:
+        """Everything that does not depend on actions, once per observation. No gradient flows into the inputs."""
+        inputs = jax.lax.stop_gradient(inputs)
+        return jax.vmap(lambda member: self.embed_member(member, inputs))(params)
+
+    def score(
+        self,
+        params: Params,
+        embedding: Float[Array, "E B D"],
+        actions: Float[Array, "B N H A"],
+        *,
+        key: Array | None = None,
+    ) -> Float[Array, "E B N *bins"]:
+        """Values of N chunks per observation: one number each, or logits over bins. A key turns dropout on.
+
+        Chunks may be longer and wider than what is scored; cutting and clipping happens here and nowhere else, so
+        that data and samples go through the same.
+        """
+        horizon, dim = self.critic_horizon, self.real_action_dim
+        if actions.shape[2] < horizon or actions.shape[3] < dim:
+            raise ConfigError(
+                f"chunks of {actions.shape[2]} steps of {actions.shape[3]} dimensions came to the critic",
+                hint=f"it scores {horizon} steps of {dim} dimensions; longer and wider chunks are cut, shorter are not",
+            )
+        actions = actions[:, :, :horizon, :dim].astype(jnp.float32)
+        flat = jnp.clip(actions, -self.config.action_clip, self.config.action_clip).reshape(*actions.shape[:2], -1)
+
+        def member(params: Params, embedding: Array, key: Array | None) -> Array:
+            return _score(params, embedding, flat, key, self.config.dropout)
+
+        # Without a key there is nothing to map over: `None` is an empty tree.
+        keys = None if key is None or self.config.dropout == 0 else jax.random.split(key, self.config.num_critics)
+        out = jax.vmap(member)(params, embedding, keys)
+        return out if self.config.loss == "hl_gauss" else out[..., 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCritic(Critic):
+    """Q on π₀'s prefix: learned queries read its tokens, and the chunk enters every layer (D2RL, arXiv 2010.09163).
+
+    Averaging all tokens would lose where things are, and a chunk that entered only at the bottom would drown in the
+    features, leaving nothing to rank candidates by.
+    """
+
+    feature_width: int
+    """Size of a prefix token."""
+
+    def declare_member(self) -> dict[str, Leaf]:
+        """Pool, trunk, layers and head."""
+        c = self.config
+        head_dim, actions = c.pool_width // c.pool_heads, self.critic_horizon * self.real_action_dim
+        project = Leaf((self.feature_width, c.pool_heads, head_dim), lecun_normal(self.feature_width))
+        leaves = {
+            "pool/query": Leaf((c.num_queries, c.pool_heads, head_dim), normal(1.0)),
+            "pool/key": project,
+            "pool/value": project,
+        }
+        sources = {"pooled": c.num_queries * c.pool_width, "state": self.state_dim}
+        leaves |= prefixed("trunk", _layer(sources, c.embedding_width))
+        name, width = "state", c.embedding_width
+        for i, out in enumerate(c.hidden):
+            leaves |= prefixed(f"layer_{i}", _layer({name: width, "action": actions}, out))
+            name, width = "hidden", out
+        leaves |= _head(lecun_normal(width), width, c.outputs)
+        return leaves
+
+    def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
+        """Pool the prefix, join the proprioception, and apply the first layer's half for the state."""
+        if inputs.features is None or inputs.mask is None:
+            raise ConfigError(
+                "a critic on the prefix was given no prefix features",
+                hint="this policy has none to give: use the critic on the state (feature_width=None)",
+            )
+        pooled = pool(params["pool"], inputs.features, inputs.mask)
+        sources = {"pooled": pooled, "state": inputs.state[:, : self.state_dim].astype(jnp.float32)}
+        return _activate(params["trunk"], _mix(params["trunk"], sources)) @ params["layer_0"]["state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPCritic(Critic):
+    """Q-chunking's critic: a multi-layer perceptron over [s, a_0 … a_{h-1}], LayerNorm after each activation."""
+
+    def declare_member(self) -> dict[str, Leaf]:
+        """Layers and head, with Q-chunking's initialisation: uniform of variance 1/mean(fan_in, fan_out)."""
+        sources = {"state": self.state_dim, "action": self.critic_horizon * self.real_action_dim}
+        leaves: dict[str, Leaf] = {}
+        for i, width in enumerate(self.config.hidden):
+            # One matrix over the concatenation, kept in two parts: the fan is that of both.
+            init = xavier_uniform(sum(sources.values()), width)
+            leaves |= prefixed(f"layer_{i}", _layer(sources, width, init))
+            sources = {"hidden": width}
+        width, outputs = self.config.hidden[-1], self.config.outputs
+        leaves |= _head(xavier_uniform(width, outputs), width, outputs)
+        return leaves
+
+    def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
+        """The first layer's half for the state."""
+        return inputs.state[:, : self.state_dim].astype(jnp.float32) @ params["layer_0"]["state"]
+
+
+def make_critic(
+    config: CriticConfig, *, feature_width: int | None, state_dim: int, real_action_dim: int, critic_horizon: int
+) -> Critic:
+    """The critic that fits a policy: on its prefix features where it has some, else on the state."""
+    if feature_width is None:
+        return MLPCritic(
+            config=config, state_dim=state_dim, real_action_dim=real_action_dim, critic_horizon=critic_horizon
+        )
+    return PrefixCritic(
+        config=config,
+        feature_width=feature_width,
+        state_dim=state_dim,
+        real_action_dim=real_action_dim,
+        critic_horizon=critic_horizon,
+    )
+
+
+def pool(params: Params, features: Float[Array, "B P W"], mask: Bool[Array, "B P"]) -> Float[Array, "B D"]:
+    """Multi-head attention of learned queries over the real tokens; an observation without any gives zeros.
+
+    Queries do not depend on the input, so keys and values need never be computed for every token: the query is taken
+    back through the key projection, and the tokens are averaged before the value projection. The result is the same;
+    per token it takes queries × heads instead of `pool_width` products, and no keys or values are stored.
+    """
+    # A token's scale is whatever the VLM makes it; a learned affine would be absorbed by the projections.
+    tokens = _standardize(features.astype(jnp.float32), epsilon=1e-12)
+    tokens = jnp.where(mask[..., None], tokens, 0.0)
+    query = jnp.einsum("qkd,wkd->qkw", params["query"], params["key"]) * params["query"].shape[-1] ** -0.5
+    scores = jnp.einsum("qkw,bpw->bqkp", query, tokens)
+    real = mask[:, None, None]
+    attention = jax.nn.softmax(jnp.where(real, scores, -1e30), axis=-1) * real
+    summary = jnp.einsum("bqkp,bpw->bqkw", attention, tokens)
+    values = jnp.einsum("bqkw,wkd->bqkd", summary, params["value"])
+    batch, queries = values.shape[:2]
+    # An average over many tokens is small; on one scale with the proprioception it is heard from the start.
+    return _standardize(values.reshape(batch, queries, -1)).reshape(batch, -1)
+
+
+def _score(
+    params: Params, embedding: Float[Array, "B D"], actions: Float[Array, "B N K"], key: Array | None, dropout: float
+) -> Float[Array, "B N O"]:
+    """Hidden layers and head of one member. The first layer's half for the state is the embedding."""
+
+    def finish(i: int, z: Array) -> Array:
+        if key is not None:
+            kept = jax.random.bernoulli(jax.random.fold_in(key, i), 1 - dropout, z.shape)
+            z = jnp.where(kept, z / (1 - dropout), 0.0)
+        return _activate(params[f"layer_{i}"], z)
+
+    first = params["layer_0"]
+    x = finish(0, embedding[:, None] + actions @ first["action"] + first["bias"])
+    for i in range(1, sum(name.startswith("layer_") for name in params)):
+        layer = params[f"layer_{i}"]
+        x = finish(i, _mix(layer, {"hidden": x} | ({"action": actions} if "action" in layer else {})))
+    return x @ params["head"]["kernel"] + params["head"]["bias"]
+
+
+def _layer(sources: Mapping[str, int], out: int, init: Initializer | None = None) -> dict[str, Leaf]:
+    """A dense layer over several sources with a LayerNorm. By default all sources start equally loud, however wide."""
+    leaves = {name: Leaf((fan, out), init or lecun_normal(fan * len(sources))) for name, fan in sources.items()}
+    return leaves | {"bias": Leaf((out,), zeros), "scale": Leaf((out,), ones), "offset": Leaf((out,), zeros)}
+
+
+def _head(init: Initializer, width: int, outputs: int) -> dict[str, Leaf]:
+    return {"head/kernel": Leaf((width, outputs), init), "head/bias": Leaf((outputs,), zeros)}
+
+
+def _mix(layer: Params, sources: Mapping[str, Array]) -> Array:
+    """The layer's matrix on the concatenation of its sources."""
+    return sum((x @ layer[name] for name, x in sources.items()), start=layer["bias"])
+
+
+def _activate(layer: Params, z: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """GELU, then LayerNorm (Q-chunking's order)."""
+    return _standardize(jax.nn.gelu(z)) * layer["scale"] + layer["offset"]
+
+
+def _standardize(x: Float[Array, "... D"], epsilon: float = 1e-6) -> Float[Array, "... D"]:
+    """Mean 0 and variance 1 over the last axis."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)

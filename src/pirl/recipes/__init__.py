@@ -1,0 +1,65 @@
+"""Named configurations. `get_config` gives one by name, `load` also from a YAML file, `cli` with flags on top.
+
+A recipe is Python: one `RLTrainConfig` in the module of its robot. The module's docstring gives the command, the
+hardware, and what is known of the results.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pirl.config import RLTrainConfig
+from pirl.config_io import from_dict, read_yaml
+from pirl.errors import ConfigError, did_you_mean
+from pirl.recipes import aloha, debug, droid, libero
+
+_MODULES = (debug, aloha, libero, droid)
+
+RECIPES: Mapping[str, RLTrainConfig] = {recipe.name: recipe for module in _MODULES for recipe in module.RECIPES}
+"""Every recipe by its name."""
+ALIASES: Mapping[str, str] = {"rl_fold_box": "acrlpd_aloha_fold"}
+"""Other names for recipes."""
+
+
+def get_config(name: str) -> RLTrainConfig:
+    """A recipe by its name; a typo is answered with the nearest names."""
+    if ALIASES.get(name, name) not in RECIPES:
+        raise did_you_mean(name, [*RECIPES, *ALIASES], kind="recipe")
+    return RECIPES[ALIASES.get(name, name)]
+
+
+def list_configs() -> list[str]:
+    """The names of all recipes."""
+    return list(RECIPES)
+
+
+def about(name: str) -> str:
+    """What is written about a recipe: the text of its module."""
+    module = next(module for module in _MODULES if get_config(name) in module.RECIPES)
+    return (module.__doc__ or "").strip()
+
+
+def load(source: str) -> RLTrainConfig:
+    """A recipe by its name, or what a YAML file says: complete, or `recipe: NAME` and what differs from it."""
+    if Path(source).suffix not in (".yaml", ".yml"):
+        return get_config(source)
+    data = read_yaml(source)
+    recipe = data.pop("recipe", None)
+    try:
+        if not isinstance(recipe, str | None):
+            raise ConfigError(f"recipe is {recipe!r}", hint=f"name one of {', '.join(RECIPES)}")
+        return from_dict(RLTrainConfig, data, base=None if recipe is None else get_config(recipe))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error.message}", hint=error.hint) from error
+
+
+def cli(args: Sequence[str], *, prog: str = "pirl train", about: str = "") -> RLTrainConfig:
+    """The configuration of a command line: a recipe or a YAML file, then flags, such as `--agent.discount 0.995`.
+
+    `about` introduces the help. Usage errors and `--help` raise SystemExit, as argparse does.
+    """
+    from pirl.recipes.flags import apply_flags  # imports tyro
+
+    if not args:
+        raise ConfigError("no recipe is named", hint=f"name a YAML file or one of {', '.join(RECIPES)}")
+    source, *flags = args
+    return apply_flags(load(source), flags, prog=f"{prog} {source}", about=about)

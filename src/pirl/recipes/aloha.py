@@ -1,0 +1,74 @@
+"""ALOHA, two arms with 14 joints at 50 Hz: folding a box, and whatever else was recorded on it.
+
+    pirl train acrlpd_aloha_fold --exp-name box1 --data-path recordings/fold_box --mesh.fsdp 8
+    pirl train acrlpd_aloha_fold_lora --exp-name box1 --data-path recordings/fold_box
+    pirl train bc_aloha_fold --exp-name warm --data-path recordings/fold_box
+
+`rl_fold_box` is another name of acrlpd_aloha_fold. The dataset is one's own, in LeRobot's format, with demonstrations
+and the robot's own attempts. What they achieved is read from next.success or next.reward; where there is no such
+column, say so with `--data.outcome sparse_success --data.success-file outcomes.json`. Statistics first:
+`pirl norm-stats recordings/fold_box --robot aloha --horizon 20`.
+
+Q-chunking: π₀ predicts 20 actions (0.4 s), all of them are scored and executed. Ten critics of 3 × 512 with LayerNorm
+and dropout 0.1, Huber loss; best of 4; advantage-weighted imitation with a plain share of 0.05. `--critic.loss
+hl_gauss` is what the other recipes use. Behaviour cloning has OpenPI's own settings and is a good start for the former:
+`--init-weights checkpoints/bc_aloha_fold/warm/20000`.
+
+Hardware, as `pirl plan` computes it, not measured: acrlpd_aloha_fold 13.1 GiB on each of 8 devices with --mesh.fsdp 8;
+acrlpd_aloha_fold_lora 18.2 GiB, so one card of 24 GB; bc_aloha_fold 66.6 GiB on one device.
+Results: not run at full size yet.
+"""
+
+from dataclasses import replace
+
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.config import RLTrainConfig
+from pirl.data.config import DataConfig
+from pirl.models.config import get_preset
+from pirl.models.critic_config import get_critic_preset
+from pirl.training.config import AdamW, CosineSchedule
+
+_PI0_BASE = "gs://openpi-assets/checkpoints/pi0_base"
+_STEPS = 50_000
+
+_AGENT = ACRLPDConfig(discount=0.99, num_action_samples=4, bc_loss_weight=0.05)
+
+_ACRLPD = RLTrainConfig(
+    name="acrlpd_aloha_fold",
+    model=replace(get_preset("pi0"), horizon=20),
+    agent=_AGENT,
+    critic=replace(get_critic_preset("ten"), loss="huber"),
+    init_weights=_PI0_BASE,
+    data=DataConfig(robot="aloha"),
+    policy_optimizer=AdamW(weight_decay=1e-4),
+    policy_schedule=CosineSchedule(peak_lr=1e-5, decay_lr=1e-6, decay_steps=_STEPS),
+    critic_optimizer=AdamW(weight_decay=1e-4),
+    critic_schedule=CosineSchedule(peak_lr=3e-4, decay_lr=3e-5, decay_steps=_STEPS),
+    batch_size=128,
+    num_train_steps=_STEPS,
+)
+
+_BC = RLTrainConfig(
+    name="bc_aloha_fold",
+    model=_ACRLPD.model,
+    agent=BCConfig(),
+    init_weights=_PI0_BASE,
+    data=DataConfig(robot="aloha", outcome="sparse_success"),
+    batch_size=32,
+    num_train_steps=20_000,
+)
+
+_LORA = replace(get_preset("pi0_lora"), horizon=20)
+
+RECIPES = (
+    _ACRLPD,
+    replace(
+        _ACRLPD,
+        name="acrlpd_aloha_fold_lora",
+        model=_LORA,
+        agent=replace(_AGENT, policy_ema_decay=None),
+        batch_size=16,
+    ),
+    _BC,
+    replace(_BC, name="bc_aloha_fold_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
+)

@@ -1,0 +1,86 @@
+"""A policy of 270,000 parameters on a task made on the spot: every part of a run, without a file, on a laptop.
+
+    pirl train debug --exp-name first            Q-chunking (ACRLPD)
+    pirl train debug_bc --exp-name first         behaviour cloning, the baseline
+
+Hardware: a CPU. The data are demonstrations of a point on a plane that are good, slow or wrong; imitation copies the
+mixture. `--debug` brings any other recipe to this size: same algorithm, robot, chunks and datasets, but a tiny policy
+that starts from nothing and a few steps, to see that everything is in its place.
+"""
+
+from dataclasses import replace
+
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.config import RLTrainConfig
+from pirl.data.config import DataConfig
+from pirl.models.config import GemmaConfig, MLPFlowConfig, Pi0Config, get_preset
+from pirl.models.critic_config import CriticConfig, get_critic_preset
+from pirl.training.config import CheckpointConfig, ConstantSchedule, MeshConfig
+
+_ACRLPD = RLTrainConfig(
+    name="debug",
+    # No length of its own: 48 tokens, or 200 with --model.pi05.
+    model=replace(get_preset("pi0_tiny"), max_token_len=None),
+    # Episodes take some ten steps.
+    agent=ACRLPDConfig(discount=0.9, augment=False, policy_ema_decay=0.99),
+    critic=get_critic_preset("tiny"),
+    data=DataConfig(repo_ids=("synthetic",), robot="synthetic", tokenizer="byte", outcome="columns"),
+    policy_schedule=ConstantSchedule(lr=1e-3, warmup_steps=20),
+    critic_schedule=ConstantSchedule(lr=1e-3),
+    checkpoint=CheckpointConfig(save_interval=100, keep_period=None),
+    batch_size=32,
+    num_train_steps=300,
+    log_interval=20,
+)
+
+RECIPES = (_ACRLPD, replace(_ACRLPD, name="debug_bc", agent=BCConfig(augment=False)))
+
+
+def shrink(config: RLTrainConfig) -> RLTrainConfig:
+    """The same run, small enough to see within a minute that it works; what it learns means nothing."""
+    agent = replace(config.agent, accumulate=min(config.agent.accumulate, 2))
+    if isinstance(agent, ACRLPDConfig):
+        agent = replace(agent, actor_warmup_steps=min(agent.actor_warmup_steps, 2))
+    tokenizer = config.data.tokenizer if config.data.tokenizer == "none" else "byte"
+    return replace(
+        config,
+        model=_shrink_model(config.model),
+        agent=agent,
+        critic=_shrink_critic(config.critic),
+        init_weights=None,
+        data=replace(config.data, tokenizer=tokenizer),
+        mesh=MeshConfig(),
+        checkpoint=replace(config.checkpoint, save_interval=5, keep_period=None),
+        batch_size=8,
+        num_train_steps=10,
+        log_interval=1,
+    )
+
+
+def _shrink_model(model: Pi0Config | MLPFlowConfig) -> Pi0Config | MLPFlowConfig:
+    """Tiny transformers, with adapters where there were some; robot, cameras and chunks stay."""
+    if isinstance(model, MLPFlowConfig):
+        return replace(model, hidden=tuple(min(width, 64) for width in model.hidden))
+    tiny = get_preset("pi0_tiny")
+
+    def small(gemma: GemmaConfig) -> GemmaConfig:
+        return tiny.vlm.with_lora(4) if gemma.attn_lora or gemma.ffn_lora else tiny.vlm
+
+    return replace(
+        model,
+        vlm=small(model.vlm),
+        expert=small(model.expert),
+        vision=tiny.vision,
+        image_size=tiny.image_size,
+        vocab_size=tiny.vocab_size,
+        dtype=tiny.dtype,
+        remat=tiny.remat,
+        feature_layer=-1,
+    )
+
+
+def _shrink_critic(critic: CriticConfig) -> CriticConfig:
+    tiny = get_critic_preset("tiny")
+    return replace(
+        tiny, num_critics=critic.num_critics, loss=critic.loss, dropout=critic.dropout, action_clip=critic.action_clip
+    )

@@ -1,0 +1,66 @@
+"""DROID, a Franka arm with two cameras at 15 Hz, in one's own kitchen.
+
+    pirl train acrlpd_droid --exp-name q1 --data-path recordings/kitchen --mesh.fsdp 8
+    pirl train acrlpd_droid_lora --exp-name q1 --data-path recordings/kitchen
+    pirl train bc_droid --exp-name warm --data-path recordings/kitchen --mesh.fsdp 8
+
+π₀.₅ from its released DROID checkpoint: chunks of 15 joint velocities and gripper positions, of which 8 are executed
+and scored. Discount 0.998: episodes are ended after 600 steps. The dataset is one's own, in LeRobot's format, with the
+columns of OpenPI's DROID converter and one that says what was achieved (next.success or next.reward). Statistics: those
+of the checkpoint, copied from its folder assets/droid to assets/droid here, so that joints mean the same as before.
+For joint positions instead of velocities: `--data.robot droid_joint_position`, and statistics of one's own.
+
+Hardware, as `pirl plan` computes it, not measured: acrlpd_droid_lora 17.1 GiB, so one card of 24 GB; the whole model as
+for LIBERO.
+Results: not run at full size yet.
+"""
+
+from dataclasses import replace
+
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.config import RLTrainConfig
+from pirl.data.config import DataConfig
+from pirl.models.config import get_preset
+from pirl.training.config import AdamW, CosineSchedule
+
+_PI05_DROID = "gs://openpi-assets/checkpoints/pi05_droid"
+_STEPS = 30_000
+
+_AGENT = ACRLPDConfig(discount=0.998, num_action_samples=8, actor_warmup_steps=2000)
+
+_ACRLPD = RLTrainConfig(
+    name="acrlpd_droid",
+    model=replace(get_preset("pi05"), horizon=15),
+    agent=_AGENT,
+    init_weights=_PI05_DROID,
+    data=DataConfig(robot="droid", asset_id="droid", critic_horizon=8),
+    policy_optimizer=AdamW(weight_decay=1e-4),
+    policy_schedule=CosineSchedule(peak_lr=1e-5, decay_lr=1e-6, decay_steps=_STEPS),
+    batch_size=128,
+    num_train_steps=_STEPS,
+)
+
+_BC = RLTrainConfig(
+    name="bc_droid",
+    model=_ACRLPD.model,
+    agent=BCConfig(),
+    init_weights=_PI05_DROID,
+    data=DataConfig(robot="droid", asset_id="droid", outcome="sparse_success"),
+    batch_size=32,
+    num_train_steps=20_000,
+)
+
+_LORA = replace(get_preset("pi05_lora"), horizon=15)
+
+RECIPES = (
+    _ACRLPD,
+    replace(
+        _ACRLPD,
+        name="acrlpd_droid_lora",
+        model=_LORA,
+        agent=replace(_AGENT, policy_ema_decay=None),
+        batch_size=16,
+    ),
+    _BC,
+    replace(_BC, name="bc_droid_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
+)

@@ -1,0 +1,75 @@
+"""LIBERO, a Franka arm in simulation: four suites of ten tasks.
+
+    pirl train acrlpd_libero --exp-name q1 --data-path physical-intelligence/libero my/rollouts --mesh.fsdp 8
+    pirl train acrlpd_libero_lora --exp-name q1 --data-path physical-intelligence/libero my/rollouts
+    pirl train bc_libero --exp-name warm --mesh.fsdp 8
+
+π₀.₅, because its released LIBERO checkpoint is the strongest one to improve on: chunks of 10 actions, no state in the
+prompt, as it was trained. The critic reads the state, and scores the 5 actions that OpenPI's client executes before it
+looks again. Discount 0.998: the longest episodes have 520 steps.
+
+The dataset physical-intelligence/libero holds demonstrations alone, and all of them succeed: from them the critic
+learns which way is shorter, not what fails. Add rollouts of the policy that say how they ended (a column next.success).
+Statistics: those of the checkpoint, copied from its folder assets/physical-intelligence/libero to
+assets/physical-intelligence/libero here.
+
+Behaviour cloning is OpenPI's pi05_libero, setting by setting.
+
+Hardware, as `pirl plan` computes it, not measured: acrlpd_libero 12.3 GiB and bc_libero 15.9 GiB on each of 8 devices
+with --mesh.fsdp 8; acrlpd_libero_lora 17.1 GiB, so one card of 24 GB.
+Results: not run at full size yet. OpenPI reports 96.85 % on average for pi05_libero at 30,000 steps.
+"""
+
+from dataclasses import replace
+
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.config import RLTrainConfig
+from pirl.data.config import DataConfig
+from pirl.models.config import get_preset
+from pirl.training.config import AdamW, CosineSchedule
+
+_STEPS = 30_000
+
+_DATA = DataConfig(
+    repo_ids=("physical-intelligence/libero",), robot="libero", outcome="sparse_success", critic_horizon=5
+)
+
+_AGENT = ACRLPDConfig(discount=0.998, num_action_samples=8, actor_warmup_steps=2000)
+
+_ACRLPD = RLTrainConfig(
+    name="acrlpd_libero",
+    model=replace(get_preset("pi05"), horizon=10, discrete_state_input=False),
+    agent=_AGENT,
+    init_weights="gs://openpi-assets/checkpoints/pi05_libero",
+    data=_DATA,
+    policy_optimizer=AdamW(weight_decay=1e-4),
+    policy_schedule=CosineSchedule(peak_lr=1e-5, decay_lr=1e-6, decay_steps=_STEPS),
+    batch_size=128,
+    num_train_steps=_STEPS,
+)
+
+_BC = RLTrainConfig(
+    name="bc_libero",
+    model=_ACRLPD.model,
+    agent=BCConfig(ema_decay=0.999),
+    init_weights="gs://openpi-assets/checkpoints/pi05_base",
+    data=_DATA,
+    policy_schedule=CosineSchedule(warmup_steps=10_000, peak_lr=5e-5, decay_lr=5e-5, decay_steps=1_000_000),
+    batch_size=256,
+    num_train_steps=_STEPS,
+)
+
+_LORA = replace(get_preset("pi05_lora"), horizon=10, discrete_state_input=False)
+
+RECIPES = (
+    _ACRLPD,
+    replace(
+        _ACRLPD,
+        name="acrlpd_libero_lora",
+        model=_LORA,
+        agent=replace(_AGENT, policy_ema_decay=None),
+        batch_size=16,
+    ),
+    _BC,
+    replace(_BC, name="bc_libero_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
+)

@@ -1,0 +1,211 @@
+"""Metrics of a run: gathered on the device without waiting for it, written once per interval, checked for NaN.
+
+`MetricLog.log` is called after every update with the scalars that `Agent.update` returned. It keeps the device arrays
+and returns at once, so the next update is dispatched while this one runs. Every `interval` steps all of them are
+fetched in one transfer, averaged, and handed to the sinks.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pirl.errors import ConfigError, PirlError
+from pirl.training import sinks as sinks_module
+from pirl.training.memory import memory_values
+from pirl.training.sinks import CsvSink, Guarded, JsonlSink, Record, RunInfo, Sink, SinkName
+
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+"""Dense bfloat16 FLOP/s as the makers state them, by a part of jax's `device_kind`; the first that matches counts."""
+
+
+class DivergedError(PirlError):
+    """A metric is no longer a number: going on would only spoil the checkpoints."""
+
+
+def check_finite(values: Mapping[str, float], *, step: int) -> None:
+    """Raise if any value is NaN or infinite, naming the step and the metrics."""
+    bad = {name: float(value) for name, value in values.items() if not math.isfinite(value)}
+    if bad:
+        listed = ", ".join(f"{name} = {value}" for name, value in sorted(bad.items()))
+        raise DivergedError(
+            f"training diverged: at step {step} {listed}, where a finite number was expected",
+            hint="go on from the last checkpoint with a smaller learning rate or stronger gradient clipping; "
+            "PIRL_DEBUG=1 and jax_debug_nans find the operation",
+        )
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """FLOP/s one device could reach, where its kind is known."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
+
+
+class Timers:
+    """Speed of the steps between two readings. The very first step, which compiles, is left out."""
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        flops_per_step: int | float | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`flops_per_step` and `peak_flops` are of all devices together; without either there is no MFU."""
+        self._batch_size, self._flops, self._peak, self._clock = batch_size, flops_per_step, peak_flops, clock
+        self._start: float | None = None
+        self._steps = 0
+        self._paused = 0.0
+
+    def tick(self) -> None:
+        """One more step is done (or dispatched)."""
+        if self._start is None:
+            self._start = self._clock()
+        else:
+            self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is no training: evaluation, or waiting for a checkpoint."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - begin
+
+    def read(self, *, stall_fraction: float | None = None) -> dict[str, float]:
+        """Speed since the last reading; to be called when the device has caught up. `stall_fraction` is passed on."""
+        values = {} if stall_fraction is None else {"time/stall_fraction": stall_fraction}
+        if self._start is None:
+            return values
+        now = self._clock()
+        elapsed = now - self._start - self._paused
+        if self._steps and elapsed > 0:
+            values |= {
+                "time/step_seconds": elapsed / self._steps,
+                "time/samples_per_second": self._batch_size * self._steps / elapsed,
+            }
+            if self._flops and self._peak:
+                values["time/mfu"] = self._flops * self._steps / elapsed / self._peak
+        self._start, self._steps, self._paused = now, 0, 0.0
+        return values
+
+
+class MetricLog:
+    """Gathers scalars, writes their means. On all processes alike, but only the main one has sinks.
+
+    Everything outside `time/` and `memory/` is a function of the run alone: a run that was resumed with `resume_step`
+    and the `pending` of its checkpoint leaves the same records as one that was never interrupted.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        sinks: Sequence[SinkName | Sink] = ("console",),
+        *,
+        interval: int = 100,
+        is_main: bool = True,
+        last: Collection[str] = ("learning_rate",),
+        timers: Timers | None = None,
+        run: RunInfo | None = None,
+        resume_step: int | None = None,
+        pending: Mapping[str, Sequence[float]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`last` names metrics (or the last part of their names) of which not the mean but the last value counts."""
+        if interval < 1:
+            raise ConfigError(f"metrics are written every {interval} steps", hint="give an interval of at least 1")
+        self.timers = timers
+        self._interval, self._last, self._clock = interval, frozenset(last), clock
+        self._gathered: dict[str, list[Any]] = {name: list(values) for name, values in (pending or {}).items()}
+        self._sinks = _open(Path(directory), sinks, run or RunInfo(), resume_step) if is_main else []
+
+    def log(
+        self, step: int, metrics: Mapping[str, Any], *, stall_fraction: float | None = None
+    ) -> dict[str, float] | None:
+        """Gather the scalars of one update; at the end of an interval write, and return what was written."""
+        for name, value in metrics.items():
+            if np.shape(value):
+                raise ConfigError(
+                    f"metric {name!r} has shape {np.shape(value)}, expected a scalar", hint="reduce it in the update"
+                )
+            self._gathered.setdefault(name, []).append(value)
+        if self.timers:
+            self.timers.tick()
+        return self.flush(step, stall_fraction=stall_fraction) if step % self._interval == 0 else None
+
+    def flush(self, step: int, *, stall_fraction: float | None = None) -> dict[str, float]:
+        """Write what was gathered so far; the one place that waits for the device."""
+        gathered, names = jax.device_get(self._gathered), list(self._gathered)
+        self._gathered = {}
+        values = {name: self._reduce(name, gathered[name]) for name in names}  # jax has sorted them
+        if self.timers:
+            values |= self.timers.read(stall_fraction=stall_fraction)
+        values |= memory_values()
+        self.write(step, values)
+        return values
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write numbers as they are, now: results of an evaluation, for example."""
+        record = Record(step=step, time=self._clock(), values={name: float(value) for name, value in values.items()})
+        for sink in self._sinks:
+            sink.write(record)
+
+    def pending(self) -> dict[str, list[float]]:
+        """The interval that has begun but is not written, for a checkpoint; waits for the device."""
+        values = jax.device_get(self._gathered)
+        self._gathered = {name: [float(value) for value in values[name]] for name in self._gathered}
+        return {name: list(entries) for name, entries in self._gathered.items()}
+
+    def close(self) -> None:
+        """Close the sinks. What is pending is not written: it belongs to an interval that did not end."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> "MetricLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _reduce(self, name: str, entries: Sequence[Any]) -> float:
+        if name in self._last or name.rsplit("/", 1)[-1] in self._last:
+            return float(entries[-1])
+        return float(np.mean(np.asarray(entries, np.float64)))
+
+
+def _open(directory: Path, sinks: Sequence[SinkName | Sink], run: RunInfo, resume_step: int | None) -> list[Guarded]:
+    """The two files, made to fit the step the run starts from, and the chosen sinks."""
+    directory.mkdir(parents=True, exist_ok=True)
+    jsonl, table = directory / sinks_module.JSONL_FILE, directory / sinks_module.CSV_FILE
+    if resume_step is not None:
+        sinks_module.truncate_jsonl(jsonl, resume_step)
+        sinks_module.truncate_csv(table, resume_step)
+    elif present := [path for path in (jsonl, table) if path.exists() and path.stat().st_size]:
+        raise ConfigError(
+            f"{present[0]} already holds the metrics of a run, and this run starts anew",
+            hint="resume that run, or give this one another name",
+        )
+    opened = [Guarded(jsonl.name, lambda: JsonlSink(jsonl)), Guarded(table.name, lambda: CsvSink(table))]
+    for sink in sinks:
+        if isinstance(sink, str):
+            opened.append(sinks_module.open_sink(sink, directory, run))
+        else:
+            opened.append(Guarded(type(sink).__name__, lambda made=sink: made))  # type: ignore[misc]
+    return opened

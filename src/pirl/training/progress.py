@@ -1,0 +1,137 @@
+"""How far along: a bar with the time left on a terminal, one plain line per interval anywhere else.
+
+A log file must not fill with the fragments of a bar, and a bar must not be torn by what others print. While the bar
+is shown, prints and log messages are sent above it.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.file_proxy import FileProxy
+
+T = TypeVar("T")
+
+
+class Progress:
+    """Counts towards a total. Used as a context: the bar ends with it, also when an error ends the loop."""
+
+    def __init__(
+        self,
+        description: str,
+        total: int | None = None,
+        *,
+        unit: str = "steps",
+        start: int = 0,
+        interval: int | float | None = 30.0,
+        is_main: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`start` is where a resumed loop begins. Off a terminal a line is printed every `interval` seconds and at the
+        end; None prints none, for loops whose own lines say enough. Other than the main process show nothing.
+        """
+        self.console = console or Console(stderr=True)
+        self._description, self._total, self._unit, self._interval = description, total, unit, interval
+        self._start, self._done, self._clock, self._is_main = start, start, clock, is_main
+        self._status = ""
+        self._began = self._printed = clock()
+        self._printed_at: int | None = None
+        self._bar: rich_progress.Progress | None = None
+        self._exit = ExitStack()
+
+    def __enter__(self) -> "Progress":
+        self._began = self._printed = self._clock()
+        if self._is_main and self.console.is_terminal:
+            self._bar = rich_progress.Progress(
+                rich_progress.TextColumn("{task.description}"),
+                rich_progress.BarColumn(),
+                rich_progress.MofNCompleteColumn(),
+                rich_progress.TimeElapsedColumn(),
+                rich_progress.TimeRemainingColumn(),
+                rich_progress.TextColumn("{task.fields[status]}", markup=False),
+                console=self.console,
+            )
+            self._task = self._bar.add_task(self._description, total=self._total, completed=self._start, status="")
+            self._exit.enter_context(_logging_above(self.console))
+            self._exit.enter_context(self._bar)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+        if self._bar is None and self._is_main and self._interval is not None and self._printed_at != self._done:
+            self._print(self._clock())
+
+    def advance(self, count: int = 1, *, status: str | None = None) -> None:
+        """`count` more are done; `status` is a few words or numbers to show beside it."""
+        self.update(self._done + count, status=status)
+
+    def update(self, done: int, *, status: str | None = None) -> None:
+        """`done` are done in all."""
+        self._done = done
+        self._status = self._status if status is None else status
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, status=self._status)
+        elif self._is_main and self._interval is not None and (now := self._clock()) - self._printed >= self._interval:
+            self._print(now)
+
+    def line(self, now: float) -> str:
+        """The plain line: count, share, speed, time left."""
+        done, total = self._done, self._total
+        text = f"{self._description}: {done:,}" + (f"/{total:,} {self._unit}" if total else f" {self._unit}")
+        if total:
+            text += f" ({done / total:.0%})"
+        elapsed, fresh = now - self._began, done - self._start
+        if elapsed > 0 and fresh > 0:
+            rate = fresh / elapsed
+            text += f", {rate:.3g} {self._unit}/s"
+            if total and done < total:
+                text += f", {timedelta(seconds=round((total - done) / rate))} left"
+            else:
+                text += f", took {timedelta(seconds=round(elapsed))}"
+        return f"{text}  {self._status}".rstrip()
+
+    def _print(self, now: float) -> None:
+        self._printed, self._printed_at = now, self._done
+        self.console.print(self.line(now), soft_wrap=True, markup=False, highlight=False)
+
+
+def track(
+    items: Iterable[T],
+    description: str,
+    total: int | None = None,
+    *,
+    unit: str = "items",
+    interval: int | float | None = 30.0,
+    is_main: bool = True,
+    console: Console | None = None,
+) -> Iterator[T]:
+    """The items, with their progress shown; `total` defaults to their length where they have one."""
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with Progress(description, total, unit=unit, interval=interval, is_main=is_main, console=console) as progress:
+        for item in items:
+            yield item
+            progress.advance()
+
+
+@contextmanager
+def _logging_above(console: Console) -> Iterator[None]:
+    """Log handlers write to the stream they were made with, past the bar; lead those of the terminal through it."""
+    moved: list[tuple[logging.StreamHandler, object]] = []
+    for logger in (logging.getLogger(), logging.getLogger("pirl")):
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout):
+                moved.append((handler, handler.stream))
+                handler.setStream(FileProxy(console, handler.stream))
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)

@@ -1,0 +1,125 @@
+"""What a run was: configuration, code, libraries. Written beside every checkpoint and compared on resuming."""
+
+import json
+import math
+import platform
+import subprocess
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pirl import __version__
+from pirl.errors import CheckpointError, PirlWarning, listing
+
+_LIBRARIES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
+
+SHAPING = ("model",)
+"""Keys below these shape the weights: a checkpoint does not fit another value."""
+HARMLESS = ("model.dtype", "model.remat")
+"""Exceptions: they change how the model is computed, not what is stored."""
+
+_ABSENT = object()
+
+
+def run_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration (a tree of JSON values), the code's revision, versions, machine and time."""
+    versions = {"python": platform.python_version(), "pirl": __version__}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = version(library)
+        except PackageNotFoundError:
+            versions[library] = "not installed"
+    return {
+        "config": as_json(config),
+        "revision": git_revision(Path(__file__).parent),
+        "versions": versions,
+        "platform": platform.platform(),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def git_revision(folder: Path) -> str | None:
+    """The commit of the code in a folder, with `-dirty` where files differ from it; None outside a repository."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
+
+
+def as_json(value: Any) -> Any:
+    """The value as JSON gives it back: tuples become lists, so that a saved and a new configuration compare equal."""
+    try:
+        return json.loads(json.dumps(value, default=lambda x: x.item()))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"not a tree of JSON values: {error}", hint="numbers, text, true/false, none, lists and dicts of them"
+        ) from error
+
+
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Metrics as JSON can hold them: NaN and infinity become null."""
+    values = {name: float(value) for name, value in metrics.items()}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def config_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> "old -> new" for everything that differs."""
+    old, current = _dotted(as_json(saved)), _dotted(as_json(new))
+    changes = {}
+    for key in sorted({**old, **current}):
+        before, after = old.get(key, _ABSENT), current.get(key, _ABSENT)
+        if before != after:
+            changes[key] = f"{_shown(before)} -> {_shown(after)}"
+    return changes
+
+
+def check_compatible(
+    saved: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    shaping: Sequence[str] = SHAPING,
+    harmless: Sequence[str] = HARMLESS,
+    ignore: Sequence[str] = (),
+) -> dict[str, str]:
+    """Refuse to resume where a key that shapes the weights changed; warn of every other change, and return them all.
+
+    Keys are dotted and stand for everything below them. Those in `ignore` are expected to change.
+    """
+    changes = {key: change for key, change in config_changes(saved, new).items() if not _below(key, ignore)}
+    lines = {key: f"{key}: {change}" for key, change in changes.items()}
+    refused = [key for key in changes if _below(key, shaping) and not _below(key, harmless)]
+    if refused:
+        raise CheckpointError(
+            f"the checkpoint was made with another model\n{listing([lines[key] for key in refused])}",
+            hint="resume with the saved configuration, or start a new run from the checkpoint's weights",
+        )
+    if changes:
+        warnings.warn(
+            f"resuming with {len(changes)} changed settings\n{listing(list(lines.values()), limit=30)}",
+            PirlWarning,
+            stacklevel=2,
+        )
+    return changes
+
+
+def _dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; an empty dict is a value."""
+    if not isinstance(tree, dict) or (not tree and prefix):
+        return {prefix.removesuffix("."): tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _dotted(value, f"{prefix}{name}.")
+    return flat
+
+
+def _below(key: str, prefixes: Sequence[str]) -> bool:
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _shown(value: Any) -> str:
+    return "(not set)" if value is _ABSENT else json.dumps(value)

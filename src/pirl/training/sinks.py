@@ -1,0 +1,273 @@
+"""Where metrics go: the console, `metrics.jsonl`, `metrics.csv`, and services that may be absent or offline.
+
+A metric is never worth a training run. Every sink is therefore wrapped in `Guarded`: the first call that fails ends
+that sink with one warning, and the run goes on.
+"""
+
+import csv
+import importlib
+import io
+import json
+import math
+import os
+import shutil
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from pirl.errors import MissingExtraError, PirlWarning
+
+SinkName = Literal["console", "wandb", "trackio", "tensorboard"]
+"""Sinks that are chosen; the two files are always written."""
+
+JSONL_FILE, CSV_FILE = "metrics.jsonl", "metrics.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is written at one step."""
+
+    step: int
+    """Updates so far."""
+    time: float
+    """Seconds since 1970."""
+    values: Mapping[str, float]
+    """Numbers by slash-separated names; NaN and infinities are allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a tracking service wants to know about a run."""
+
+    project: str = "pirl"
+    """Under which runs are gathered."""
+    name: str = "run"
+    """This run; also its identity, so that a resumed run continues its own curves."""
+    config: Mapping[str, Any] | None = None
+    """The resolved configuration, as plain data."""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes records; may raise, and then is not called again."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Finish; no record follows."""
+
+
+class Guarded:
+    """A sink that cannot fail the run: after its first error it is silent."""
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self.name = name
+        self._sink: Sink | None = None
+        self._attempt("start", lambda: self._open(make))
+
+    @property
+    def alive(self) -> bool:
+        """Does it still take records?"""
+        return self._sink is not None
+
+    def write(self, record: Record) -> None:
+        """Pass a record on, or do nothing."""
+        if (sink := self._sink) is not None:
+            self._attempt("write", lambda: sink.write(record))
+
+    def close(self) -> None:
+        """Finish the sink, if it is still there."""
+        if (sink := self._sink) is not None:
+            self._attempt("close", sink.close)
+            self._sink = None
+
+    def _open(self, make: Callable[[], Sink]) -> None:
+        self._sink = make()
+
+    def _attempt(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._sink = None
+            reason = str(error) if isinstance(error, MissingExtraError) else f"{type(error).__name__}: {error}"
+            message = f"the {self.name} sink failed to {what} and is off for the rest of this run: {reason}"
+            warnings.warn(PirlWarning(message), stacklevel=2)
+
+
+class ConsoleSink:
+    """One line per record; on a terminal, folded to its width."""
+
+    def write(self, record: Record) -> None:
+        """Print through `sys.stdout` as it is now: a live progress bar puts itself there, and stays below."""
+        line = format_line(record.step, record.values)
+        print(fold(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line, flush=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def format_line(step: int, values: Mapping[str, float]) -> str:
+    """`step 1,200  actor/loss 0.0123  ...`."""
+    return "  ".join([f"step {step:,}", *(f"{name} {value:.4g}" for name, value in values.items())])
+
+
+def fold(line: str, width: int) -> str:
+    """The line on as many as it takes; a name stays with its number."""
+    bound = (entry.replace(" ", "\N{NO-BREAK SPACE}") for entry in line.split("  "))
+    folded = textwrap.fill("  ".join(bound), width=max(40, width), subsequent_indent="    ", break_on_hyphens=False)
+    return folded.replace("\N{NO-BREAK SPACE}", " ")
+
+
+class JsonlSink:
+    """One JSON object a line: step, time, values. What is not finite is null, and named in `non_finite`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, record: Record) -> None:
+        """Append one line, in one write."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(to_json(record) + "\n")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def to_json(record: Record) -> str:
+    """A record as strict JSON, which has no NaN."""
+    non_finite = sorted(name for name, value in record.values.items() if not math.isfinite(value))
+    values = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
+    entry: dict[str, Any] = {"step": record.step, "time": record.time, "values": values}
+    if non_finite:
+        entry["non_finite"] = non_finite
+    return json.dumps(entry, allow_nan=False, ensure_ascii=False)
+
+
+def truncate_jsonl(path: Path, step: int) -> None:
+    """Drop what was written after `step`, and a last line that a crash cut in two."""
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        kept = "".join(line for line in text.splitlines(keepends=True) if _written_by(line, step))
+        if kept != text:
+            _replace(path, kept)
+
+
+def _written_by(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class CsvSink:
+    """One row per record. A name that was not seen before becomes a new last column."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns = _read_csv(path)[0]
+
+    def write(self, record: Record) -> None:
+        """Append a row; where columns are new, the file is rewritten beside itself and then replaced."""
+        row = {"step": str(record.step), "time": repr(record.time)}
+        row |= {name: repr(value) for name, value in record.values.items()}
+        if new := [name for name in row if name not in self._columns]:
+            columns, rows = [*self._columns, *new], _read_csv(self._path)[1]
+            _replace(self._path, _csv_text(columns, rows, header=True))
+            self._columns = columns
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            file.write(_csv_text(self._columns, [row], header=False))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def truncate_csv(path: Path, step: int) -> None:
+    """Drop rows after `step` and columns only they had, so that a run that goes on adds them in the same order."""
+    if path.exists():
+        columns, rows = _read_csv(path)
+        rows = [row for row in rows if int(row["step"]) <= step]
+        columns = [name for name in columns if any(row.get(name) for row in rows)]
+        _replace(path, _csv_text(columns, rows, header=bool(columns)))
+
+
+def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows; a last row that a crash cut in two is left out."""
+    if not path.exists() or not (text := path.read_text(encoding="utf-8")):
+        return [], []
+    whole = text[: text.rfind("\n") + 1]
+    columns, *rows = csv.reader(io.StringIO(whole)) if whole else [[]]
+    return columns, [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
+
+
+def _csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, str]], *, header: bool) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", newline="")
+    os.replace(partial, path)
+
+
+class TrackerSink:
+    """wandb, or trackio, which has the same calls."""
+
+    def __init__(self, package: Literal["wandb", "trackio"], directory: Path, run: RunInfo) -> None:
+        self._module = _extra(package, package)
+        options: dict[str, Any] = {"project": run.project, "name": run.name, "resume": "allow"}
+        if package == "wandb":
+            options |= {"id": run.name, "dir": str(directory)}
+        self._module.init(config=dict(run.config or {}), **options)
+
+    def write(self, record: Record) -> None:
+        """Send a record; the service draws gaps where a value is not finite."""
+        self._module.log(dict(record.values), step=record.step)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._module.finish()
+
+
+class TensorBoardSink:
+    """Event files in `tensorboard/`, written without TensorFlow or torch."""
+
+    def __init__(self, directory: Path) -> None:
+        self._writer: Any = _extra("tensorboardX", "tensorboard").SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, record: Record) -> None:
+        """One scalar per value."""
+        for name, value in record.values.items():
+            self._writer.add_scalar(name, value, record.step, walltime=record.time)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def _extra(package: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtraError(package, extra, f"logging to {extra}") from error
+
+
+def open_sink(name: SinkName, directory: Path, run: RunInfo) -> Guarded:
+    """A sink by name; one that cannot be opened is off from the start, with a warning."""
+    makers: dict[str, Callable[[], Sink]] = {
+        "console": ConsoleSink,
+        "wandb": lambda: TrackerSink("wandb", directory, run),
+        "trackio": lambda: TrackerSink("trackio", directory, run),
+        "tensorboard": lambda: TensorBoardSink(directory),
+    }
+    return Guarded(name, makers[name])

@@ -1,0 +1,276 @@
+"""Metrics: means without waiting, files that survive a resume, sinks that cannot fail a run, progress."""
+
+import io
+import json
+import logging
+import math
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from pirl.errors import ConfigError, PirlWarning
+from pirl.training import metrics
+from pirl.training.metrics import DivergedError, MetricLog, Timers, check_finite, peak_flops
+from pirl.training.progress import Progress, track
+from pirl.training.sinks import ConsoleSink, Record, RunInfo, fold, format_line
+
+
+class Clock:
+    """Time that goes by as told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Broken:
+    """A sink that fails from its second record on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def write(self, record: Record) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            raise ConnectionError("offline")
+
+    def close(self) -> None:
+        raise AssertionError("a sink that failed is not called again")
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's size differs from run to run."""
+    monkeypatch.setattr(metrics, "memory_values", dict)
+
+
+def entries(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def log_constant(directory: Path, sink: Any, *, steps: int) -> None:
+    with MetricLog(directory, (sink,), interval=1) as log:
+        for step in range(1, steps + 1):
+            log.log(step, {"loss": 1.0})
+
+
+def test_an_interval_is_one_transfer_and_its_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = []
+    fetch = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(jax.tree.leaves(tree)) or fetch(tree))
+    with MetricLog(tmp_path, (), interval=4, clock=lambda: 7.0) as log:
+        written = []
+        for step in range(1, 9):
+            values = {"policy/loss": jnp.float32(step), "policy/learning_rate": jnp.float32(step), "host": 0.5 * step}
+            written.append(log.log(step, values))
+            assert len(fetched) == step // 4, "nothing is fetched within an interval"
+        log.write(8, {"eval/success": 0.25})
+    assert [len(leaves) for leaves in fetched] == [12, 12]
+    assert [value is None for value in written] == [True, True, True, False] * 2
+    assert written[3] == {"policy/loss": 2.5, "policy/learning_rate": 4.0, "host": 1.25}
+    assert entries(tmp_path) == [
+        {"step": 4, "time": 7.0, "values": written[3]},
+        {"step": 8, "time": 7.0, "values": {"policy/loss": 6.5, "policy/learning_rate": 8.0, "host": 3.25}},
+        {"step": 8, "time": 7.0, "values": {"eval/success": 0.25}},
+    ]
+    assert (tmp_path / "metrics.csv").read_text() == (
+        "step,time,policy/loss,policy/learning_rate,host,eval/success\n"
+        "4,7.0,2.5,4.0,1.25,\n"
+        "8,7.0,6.5,8.0,3.25,\n"
+        "8,7.0,,,,0.25\n"
+    )
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_what_is_not_finite_is_null_named_and_raised(tmp_path: Path) -> None:
+    with MetricLog(tmp_path, (), interval=2) as log:
+        log.log(1, {"loss": jnp.float32(1), "q": jnp.float32(jnp.inf), "fine": 1})
+        values = log.log(2, {"loss": jnp.float32(jnp.nan), "q": jnp.float32(1), "fine": 2})
+    assert values is not None
+    (entry,) = entries(tmp_path)
+    assert entry["values"] == {"loss": None, "q": None, "fine": 1.5}
+    assert entry["non_finite"] == ["loss", "q"]
+    with pytest.raises(DivergedError, match=r"at step 2 loss = nan, q = inf") as raised:
+        check_finite(values, step=2)
+    assert "fine" not in raised.value.message
+    check_finite({"fine": 1.5}, step=2)
+
+
+def values_at(step: int) -> dict[str, Any]:
+    """Metrics of a deterministic run; one of them appears late."""
+    values = {"loss": jnp.float32(1 / step), "learning_rate": jnp.float32(step * 1e-3)}
+    return values | ({"late": jnp.float32(step)} if step > 21 else {})
+
+
+def test_a_resumed_run_leaves_the_same_files_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    def go(directory: Path, first: int, last: int, **resume: Any) -> dict[str, list[float]]:
+        pending = {}
+        with MetricLog(directory, (), interval=10, clock=lambda: 1.0, **resume) as log:
+            for step in range(first, last + 1):
+                log.log(step, values_at(step))
+                if step == 15:  # a checkpoint in the middle of an interval
+                    pending = log.pending()
+        return pending
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    go(whole, 1, 40)
+    pending = json.loads(json.dumps(go(broken, 1, 37)))
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "ti')  # the crash came while a line was written
+    with (broken / "metrics.csv").open("a") as file:
+        file.write("40,1.")
+    go(broken, 16, 40, resume_step=15, pending=pending)
+    for name in ("metrics.jsonl", "metrics.csv"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes(), name
+    assert [entry["step"] for entry in entries(broken)] == [10, 20, 30, 40]
+
+
+def test_a_new_run_does_not_write_into_an_old_one(tmp_path: Path) -> None:
+    with MetricLog(tmp_path, (), interval=1) as log:
+        log.log(1, {"loss": 1.0})
+    with pytest.raises(ConfigError, match=r"already holds the metrics of a run"):
+        MetricLog(tmp_path, ())
+    assert len(entries(tmp_path)) == 1
+
+
+def test_only_the_main_process_writes_but_all_know_the_values(tmp_path: Path) -> None:
+    with MetricLog(tmp_path / "run", interval=1, is_main=False) as log:
+        assert log.log(1, {"loss": jnp.float32(3)}) == {"loss": 3.0}
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_that_is_no_scalar_is_refused_by_name(tmp_path: Path) -> None:
+    with MetricLog(tmp_path, ()) as log, pytest.raises(ConfigError, match=r"'q' has shape \(3,\)"):
+        log.log(1, {"q": jnp.zeros(3)})
+
+
+def test_a_failing_sink_is_switched_off_with_one_warning(tmp_path: Path) -> None:
+    sink = Broken()
+    with pytest.warns(PirlWarning) as caught:
+        log_constant(tmp_path, sink, steps=5)
+    assert [str(w.message) for w in caught] == [
+        "the Broken sink failed to write and is off for the rest of this run: ConnectionError: offline"
+    ]
+    assert sink.calls == 2
+    assert len(entries(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "tensorboardX")]
+)
+def test_a_missing_service_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.warns(PirlWarning, match=rf"pip install 'pirl\[{name}\]'") as caught:
+        log_constant(tmp_path, name, steps=2)
+    assert len(caught) == 1
+    assert len(entries(tmp_path)) == 2
+
+
+def test_wandb_is_told_everything_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    fake: Any = ModuleType("wandb")
+    fake.init = lambda **options: calls.append(("init", options["project"], options["id"], options["config"]))
+    fake.log = lambda values, step: calls.append((step, values))
+    fake.finish = lambda: calls.append("finish")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = RunInfo(project="robots", name="fold", config={"seed": 3})
+    with MetricLog(tmp_path, ("wandb",), interval=2, run=run) as log:
+        for step in (1, 2):
+            log.log(step, {"loss": jnp.float32(step)})
+    assert calls == [("init", "robots", "fold", {"seed": 3}), (2, {"loss": 1.5}), "finish"]
+
+
+def test_the_console_has_one_line_and_folds_it_between_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"policy/loss": 0.0123456, "time/samples_per_second": 31.8, "q": math.nan}
+    ConsoleSink().write(Record(step=1200, time=0.0, values=values))
+    assert capsys.readouterr().out == "step 1,200  policy/loss 0.01235  time/samples_per_second 31.8  q nan\n"
+    folded = fold(format_line(1200, values), width=40)
+    assert [line.strip() for line in folded.splitlines()] == [
+        "step 1,200  policy/loss 0.01235",
+        "time/samples_per_second 31.8  q nan",
+    ]
+
+
+def test_timers_leave_out_compilation_and_pauses() -> None:
+    clock = Clock()
+    timers = Timers(batch_size=32, flops_per_step=300e12, peak_flops=1000e12, clock=clock)
+    clock.now = 60.0  # the first step compiles
+    timers.tick()
+    for _ in range(4):
+        clock.now += 0.5
+        timers.tick()
+    with timers.paused():
+        clock.now += 100.0
+    assert timers.read(stall_fraction=0.1) == pytest.approx(
+        {
+            "time/stall_fraction": 0.1,
+            "time/step_seconds": 0.5,
+            "time/samples_per_second": 64.0,
+            "time/mfu": 0.6,
+        }
+    )
+    clock.now += 3.0
+    timers.tick()
+    assert timers.read()["time/step_seconds"] == pytest.approx(3.0)
+    assert timers.read() == {}
+
+
+def test_peaks_are_known_by_device_kind() -> None:
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("TPU v5 lite") == 197e12
+    assert peak_flops("cpu") is None
+
+
+def test_off_a_terminal_progress_is_one_line_per_interval_and_one_at_the_end() -> None:
+    clock, out = Clock(), io.StringIO()
+    console = Console(file=out, force_terminal=False, width=20)
+    with Progress("train", 140, start=100, interval=10.0, console=console, clock=clock) as progress:
+        for _ in range(40):
+            clock.now += 1.0
+            progress.advance(status="[loss 0.1]")
+    assert out.getvalue().splitlines() == [
+        "train: 110/140 steps (79%), 1 steps/s, 0:00:30 left  [loss 0.1]",
+        "train: 120/140 steps (86%), 1 steps/s, 0:00:20 left  [loss 0.1]",
+        "train: 130/140 steps (93%), 1 steps/s, 0:00:10 left  [loss 0.1]",
+        "train: 140/140 steps (100%), 1 steps/s, took 0:00:40  [loss 0.1]",
+    ]
+    for silent in ({"interval": None}, {"is_main": False}):
+        out = io.StringIO()
+        assert list(track("abc", "read", console=Console(file=out), **silent)) == ["a", "b", "c"]  # type: ignore[arg-type]
+        assert out.getvalue() == ""
+
+
+def test_on_a_terminal_prints_and_logs_go_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, error = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", error)
+    console = Console(file=out, force_terminal=True, width=100, color_system=None)
+    handler, logger = logging.StreamHandler(), logging.getLogger("pirl")
+    logger.addHandler(handler)
+    try:
+        with suppress(KeyError), Progress("evaluate", 3, unit="episodes", console=console) as progress:
+            progress.advance(status="success 1/1")
+            logger.warning("robot stopped")
+            print("printed")
+            raise KeyError
+        assert handler.stream is error, "the handler has its own stream again, also after an error"
+        logger.warning("after the bar")
+    finally:
+        logger.removeHandler(handler)
+    shown = out.getvalue()
+    assert "robot stopped\n" in shown
+    assert "printed\n" in shown
+    assert "1/3" in shown
+    assert "success 1/1" in shown
+    assert error.getvalue() == "after the bar\n"
