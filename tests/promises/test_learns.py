@@ -25,7 +25,7 @@ from pirl.models.critic_config import CriticConfig
 from pirl.models.mlp import MLPFlow
 from pirl.models.observation import Observation
 
-SEEDS, STEPS, BATCH, HORIZON, DISCOUNT, NUM = 3, 500, 128, 3, 0.9, 8
+SEEDS, STEPS, BATCH, HORIZON, DISCOUNT, NUM = 3, 400, 128, 3, 0.9, 8
 POLICY = MLPFlow(MLPFlowConfig(state_dim=2, action_dim=2, horizon=HORIZON, hidden=(64, 64, 64)))
 CRITIC = make_critic(
     CriticConfig(num_critics=2, hidden=(64, 64), bins=51),
@@ -85,7 +85,8 @@ def training(agent):
 
         return jax.lax.scan(step, state, (data, jax.random.split(key, STEPS)))
 
-    return jax.jit(jax.vmap(run))
+    # Here the time goes into computing, so let the compiler work (tests/conftest.py tells it not to).
+    return jax.jit(jax.vmap(run), compiler_options={"xla_backend_optimization_level": 3})
 
 
 def success(agent, states, *, candidates: int | None = None) -> np.ndarray:
@@ -112,8 +113,8 @@ def success(agent, states, *, candidates: int | None = None) -> np.ndarray:
 KEYS = jax.random.split(jax.random.key(7), SEEDS)
 
 
-def learner() -> Learner:
-    return Learner(tx=optax.adam(1e-3), ema_decay=0.98)
+def learner(rate: float = 1e-3) -> Learner:
+    return Learner(tx=optax.adam(rate), ema_decay=0.98)
 
 
 def make_acrlpd(actor: str) -> ACRLPD:
@@ -121,14 +122,17 @@ def make_acrlpd(actor: str) -> ACRLPD:
         discount=DISCOUNT,
         actor=actor,
         num_action_samples=NUM,
-        flow_steps=5,
-        target_update_rate=0.02,
+        flow_steps=4,
+        critic_updates=4,
+        target_update_rate=0.01,
         target_ess=0.3,
         bc_loss_weight=0.05,
         flow_draws=2,
         actor_warmup_steps=150,
     )
-    return ACRLPD(policy=POLICY, critic=CRITIC, config=config, policy_learner=learner(), critic_learner=learner())
+    return ACRLPD(
+        policy=POLICY, critic=CRITIC, config=config, policy_learner=learner(), critic_learner=learner(2e-3)
+    )
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ def test_awr_puts_the_improvement_into_the_weights(cloned: Cloned):
     agent = make_acrlpd("awr")
     states, metrics = improved(agent, cloned, cloned.data)
     plain, best = success(agent, states), success(agent, states, candidates=NUM)
+    print(cloned.everything, cloned.successes, plain)
     assert np.all(plain > cloned.everything + 0.25), (plain, cloned.everything)
     assert np.all(plain > cloned.successes + 0.1), (plain, cloned.successes)
     assert np.all(best > cloned.successes + 0.1), (best, cloned.successes)
@@ -179,6 +184,7 @@ def test_distillation_puts_the_improvement_into_the_weights(cloned: Cloned):
     agent = make_acrlpd("distill")
     states, _ = improved(agent, cloned, cloned.data)
     plain = success(agent, states)
+    print(cloned.everything, cloned.successes, plain)
     assert np.all(plain > cloned.everything + 0.25), (plain, cloned.everything)
     assert np.all(plain > cloned.successes + 0.1), (plain, cloned.successes)
 
@@ -187,6 +193,7 @@ def test_best_of_n_improves_without_touching_the_actor(cloned: Cloned):
     agent = make_acrlpd("best_of_n")
     states, _ = improved(agent, cloned, cloned.data)
     chosen, plain = success(agent, states), success(agent, states, candidates=1)
+    print("bon",chosen,plain)
     assert np.all(chosen > cloned.successes + 0.1), (chosen, cloned.successes)
     assert np.all(np.abs(plain - cloned.everything) < 0.15), (plain, cloned.everything)
 

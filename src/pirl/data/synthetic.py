@@ -17,7 +17,7 @@ from pirl.names import BASE_CAMERA
 from pirl.records import Array, Episode
 
 GOAL, TRAP, TOP = np.array([1.0, 0.0]), np.array([-1.0, 0.0]), np.array([0.0, 1.0])
-STEP, RADIUS, LIMIT = 0.15, 0.12, 9
+STEP, RADIUS, LIMIT = 0.15, 0.2, 9
 PICTURE = 24
 TASK = "go to the goal"
 DETOUR, WRONG = 0.3, 0.3

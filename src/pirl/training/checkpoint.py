@@ -132,8 +132,8 @@ class Checkpoints:
         self.wait()
         if step in self._known:
             return False
-        if is_main():
-            self._clean()  # of a save that was interrupted
+        if is_main() and any(self.directory.glob(_UNFINISHED)):
+            self._clean()  # a save was interrupted
         folder = self.directory / str(step)
         if folder.exists():
             raise CheckpointError(
@@ -184,6 +184,7 @@ class Checkpoints:
             self._sweeper.shutdown()
             if self._lock is not None:
                 self._lock.release()
+                self._lock = None
 
     def restore(self, reference: TrainState, step: int | None = None) -> TrainState:
         """The state as it was saved, bit by bit, in the shardings of the reference (a tree of ShapeDtypeStructs).
