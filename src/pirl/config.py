@@ -13,11 +13,10 @@ from typing import Literal
 
 from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.data.config import DataConfig
-from pirl.data.robots import Robot, generic, get_robot
+from pirl.data.robots import Robot, get_robot
 from pirl.errors import ConfigError, did_you_mean
-from pirl.models.config import MLPFlowConfig, Pi0Config
+from pirl.models.config import FreezeRule, MLPFlowConfig, Pi0Config
 from pirl.models.critic_config import CriticConfig
-from pirl.names import BASE_CAMERA, IMAGE
 from pirl.training.config import (
     AdamW,
     CheckpointConfig,
@@ -28,8 +27,6 @@ from pirl.training.config import (
     Schedule,
 )
 
-FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
-"""The rules of `models.freeze`, which imports jax."""
 SinkName = Literal["wandb", "trackio", "tensorboard"]
 """Services that take metrics, beside the console and the files that are always written."""
 
@@ -38,9 +35,6 @@ _REWARDS = {"sparse_success": (0, 1), "step_penalty": (-1, 0)}
 """Smallest and largest reward of the outcomes that are declared; recorded rewards may be anything."""
 _VOCABULARY = {"paligemma": 257_152, "byte": 259}
 """Token ids a tokenizer may give; of one's own file the size is not known here."""
-
-SYNTHETIC = generic(name="synthetic", state_dim=2, action_dim=2, cameras={BASE_CAMERA: IMAGE})
-"""The point on a plane of `data.synthetic`: no robot anybody could have, hence not in the registry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +165,7 @@ class RLTrainConfig:
     @property
     def robot(self) -> Robot:
         """Whose data it is."""
-        return SYNTHETIC if self.data.robot == SYNTHETIC.name else get_robot(self.data.robot)
+        return get_robot(self.data.robot)
 
     @property
     def cameras(self) -> tuple[str, ...]:

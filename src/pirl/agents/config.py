@@ -8,7 +8,8 @@ from pirl.models.critic_config import Aggregation
 
 Actor = Literal["awr", "distill", "best_of_n"]
 """How the critic reaches the actor. `awr`: data chunks, weighted by their advantage. `distill`: the best of N
-candidates of the policy that training started from. `best_of_n`: not at all, the choice is made when acting (Q-chunking itself)."""
+candidates of the policy that training started from. `best_of_n`: not at all, the choice is made when acting
+(Q-chunking itself)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,8 @@ def checkpoint(args: argparse.Namespace) -> Iterator[str]:
 def recipe(args: argparse.Namespace) -> Iterator[str]:
     """A table of a policy's parameters: by part, and leaf by leaf if asked for."""
     from pirl.errors import did_you_mean
-    from pirl.models.freeze import FreezeRule, freeze_dtypes, trainable_mask
+    from pirl.models.config import FreezeRule
+    from pirl.models.freeze import freeze_dtypes, trainable_mask
     from pirl.models.params import flatten
     from pirl.models.pi0 import param_shapes
 

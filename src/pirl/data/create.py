@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pirl import names
-from pirl.data import lerobot, video
+from pirl.data import lerobot, synthetic, video
 from pirl.data.cache import CacheConfig
 from pirl.data.config import DataConfig
 from pirl.data.dataset import LeRobotSource, MixedSource
@@ -16,10 +16,14 @@ from pirl.data.normalize import NormStats, load_norm_stats
 from pirl.data.outcomes import OutcomeRule
 from pirl.data.replay import ReplayBuffer
 from pirl.data.robots import ROBOTS, Robot, get_robot
+from pirl.data.stats import compute_norm_stats
 from pirl.data.tokenizer import ByteTokenizer, PaliGemmaTokenizer, Tokenizer
 from pirl.data.transforms import Transform
 from pirl.errors import ConfigError, DataError, did_you_mean
 from pirl.records import EpisodeSource
+
+SYNTHETIC = "synthetic"
+"""Instead of a dataset: demonstrations made on the spot (`data.synthetic`)."""
 
 
 def create_acrlpd_data_loader(
@@ -98,6 +102,8 @@ def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) ->
     Pictures of one camera that differ in proportion between datasets are stored with their black borders, since they
     share a batch; otherwise those are left to the device.
     """
+    if config.repo_ids == (SYNTHETIC,):
+        return synthetic.demonstrations(seed=config.seed, pictures=bool(robot.cameras))
     if not config.repo_ids:
         raise ConfigError("data: repo_ids is empty", hint="name at least one LeRobot dataset: a folder, or a repo id")
     robot = select_cameras(robot, config.cameras)
@@ -166,6 +172,8 @@ def asset_id(dataset: str) -> str:
 
 def find_norm_stats(config: DataConfig, robot: Robot, horizon: int) -> dict[str, NormStats]:
     """The statistics in `assets_dir/asset_id/norm_stats.json`; if they are missing, the error says how to get them."""
+    if config.repo_ids == (SYNTHETIC,):
+        return compute_norm_stats(create_source(config, robot), robot, horizon)
     named = config.asset_id or (asset_id(config.repo_ids[0]) if config.repo_ids else None)
     if named is None:
         raise ConfigError(

@@ -15,6 +15,7 @@ from pirl.names import (
     ACTIONS,
     BASE_CAMERA,
     CAMERAS,
+    IMAGE,
     LEFT_WRIST_CAMERA,
     LEROBOT_ACTION,
     LEROBOT_IMAGES,
@@ -347,6 +348,8 @@ ROBOTS: Mapping[str, Robot] = {
         libero(name="libero_delta", delta=True),
         droid(),
         droid(name="droid_joint_position", joint_position=True),
+        # The point on a plane of `data.synthetic`, for trying things out.
+        generic(name="synthetic", state_dim=2, action_dim=2, cameras={BASE_CAMERA: IMAGE}),
     )
 }
 

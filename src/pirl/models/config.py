@@ -12,6 +12,9 @@ from pirl.names import CAMERAS
 
 Remat = Literal["none", "names", "dots", "full"]
 DType = Literal["bfloat16", "float32"]
+FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
+"""full: everything trains. lora: OpenPI's rule (adapters, SigLIP and heads train; the transformers that carry adapters
+do not). vlm_frozen: the action expert and the heads train. expert_only: only the expert's transformer trains."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,12 @@
 """Which parameters train: rules over parameter paths. Frozen ones are stored in bfloat16, as OpenPI does."""
 
 import re
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pirl.models.config import Pi0Config
+from pirl.models.config import FreezeRule, Pi0Config
 from pirl.models.params import Params, flatten, nest
-
-FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
-"""full: everything trains. lora: OpenPI's rule (adapters, SigLIP and heads train; the transformers that carry adapters
-do not). vlm_frozen: the action expert and the heads train. expert_only: only the expert's transformer trains."""
 
 _EXPERT = re.compile(r".*llm.*_1.*")
 _LLM = re.compile(r".*llm.*")

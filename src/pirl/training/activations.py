@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from pirl.models import gemma, siglip
-from pirl.models.config import Pi0Config
-from pirl.models.freeze import FreezeRule, freeze_dtypes, join, trainable_mask
+from pirl.models.config import FreezeRule, Pi0Config
+from pirl.models.freeze import freeze_dtypes, join, trainable_mask
 from pirl.models.params import Params, flatten, nest
 from pirl.models.pi0 import Context, Pi0, param_shapes
 from pirl.training.memory import leaf_bytes

@@ -48,8 +48,8 @@ import jax
 import jax.numpy as jnp
 
 from pirl.errors import ConfigError, did_you_mean
-from pirl.models.config import Pi0Config, Remat
-from pirl.models.freeze import FreezeRule, default_rule, split
+from pirl.models.config import FreezeRule, Pi0Config, Remat
+from pirl.models.freeze import default_rule, split
 from pirl.models.params import count, flatten
 from pirl.training.activations import SCANS, Load, activations, part_of, stored_shapes
 from pirl.training.config import SGD, AdamW, Optimizer

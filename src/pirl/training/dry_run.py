@@ -1,0 +1,46 @@
+"""`--dry-run`: build everything, compile one step, say what it would take, write nothing."""
+
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from pirl.agents.agent import TrainState
+from pirl.config import RLTrainConfig
+from pirl.data.loader import ACRLPDDataLoader
+from pirl.training.memory import breakdown
+from pirl.training.sharding import FSDP_AXIS, replicated, validate_fsdp_sharding
+
+GIB = 2**30
+
+
+def describe_run(
+    config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any, loader: ACRLPDDataLoader
+) -> None:
+    """Print the state's size by part, where it lies, and what the compiled step needs."""
+    console = Console()
+    console.print(str(breakdown(shapes, fsdp=mesh.shape[FSDP_AXIS])), markup=False)
+    placed = validate_fsdp_sharding(shapes, mesh)
+    batch = loader.sample_batch()
+    key = jax.random.key(0)
+    compiled = update.lower(shapes, batch, jax.device_put(key, replicated(mesh))).compile()
+    table = Table(title=f"{config.name}: one step, compiled", show_header=False)
+    table.add_row("devices", f"{mesh.size} ({jax.devices()[0].device_kind}), fsdp {mesh.shape[FSDP_AXIS]}")
+    table.add_row("largest share of the state on one device", f"{placed.largest_share:.1%}")
+    if memory := compiled.memory_analysis():
+        table.add_row("arguments per device", f"{memory.argument_size_in_bytes / GIB:.2f} GiB")
+        table.add_row("temporaries per device", f"{memory.temp_size_in_bytes / GIB:.2f} GiB")
+    costs = compiled.cost_analysis() or {}
+    if "flops" in costs:
+        table.add_row("floating-point operations per device", f"{costs['flops'] / 1e12:.4g} TFLOP (loops counted once)")
+    table.add_row("batch", ", ".join(f"{name} {tuple(x.shape)}" for name, x in _named(batch)))
+    console.print(table)
+    console.print("dry run: nothing was written")
+
+
+def _named(batch: Any) -> list[tuple[str, Any]]:
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    ]

@@ -1,0 +1,137 @@
+"""The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from pirl.agents.agent import Agent, TrainState
+from pirl.config import RLTrainConfig
+from pirl.config_io import to_dict, write_yaml
+from pirl.data.loader import ACRLPDDataLoader
+from pirl.training import distributed
+from pirl.training.build import build_agent, build_loader, build_transform, load_policy
+from pirl.training.checkpoint import Checkpoints, check_compatible, prepare_directory
+from pirl.training.dry_run import describe_run
+from pirl.training.early_stop import Patience
+from pirl.training.interrupt import stop_on_signal
+from pirl.training.memory import GPUMemoryMonitor
+from pirl.training.metrics import MetricLog, Timers, check_finite, peak_flops
+from pirl.training.pictures import save_camera_grid
+from pirl.training.progress import Progress
+from pirl.training.run_metadata import run_metadata
+from pirl.training.sharding import check_batch, data_sharding, make_mesh, replicated, sharded_shapes, state_shardings
+from pirl.training.sinks import RunInfo
+
+EXPECTED_CHANGES = ("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop")
+"""Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
+
+Update = Callable[[TrainState, Any, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def train(config: RLTrainConfig, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False) -> int:
+    """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint."""
+    distributed.initialize()
+    jax.config.update("jax_debug_nans", config.debug_nans)
+    mesh = make_mesh(config.mesh.fsdp)
+    check_batch(config.batch_size, mesh)
+    agent, transform = build_agent(config), build_transform(config)
+    init_key, train_key = jax.random.split(jax.random.key(config.seed))
+    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
+    with build_loader(config, transform, mesh) as loader:
+        update = compile_update(agent, mesh, shapes)
+        if dry_run:
+            describe_run(config, mesh, shapes, update, loader)
+            return 0
+        going_on = prepare_directory(config.run_dir, resume=resume, overwrite=overwrite)
+        assets = {config.data.asset_id or config.robot.name: transform.norm_stats or {}}
+        with Checkpoints(
+            config.run_dir, config.checkpoint, run=run_metadata(to_dict(config)), norm_stats=assets
+        ) as checkpoints:
+            if going_on:
+                check_compatible(checkpoints.metadata()["config"], to_dict(config), ignore=EXPECTED_CHANGES)
+                state, extra = checkpoints.restore(shapes), checkpoints.extra()
+                loader.restore(extra["data"])
+            else:
+                state, extra = initial_state(config, agent, mesh, shapes, init_key), {}
+            return run(config, update, state, loader, checkpoints, train_key, extra)
+
+
+def run(
+    config: RLTrainConfig,
+    update: Update,
+    state: TrainState,
+    loader: ACRLPDDataLoader,
+    checkpoints: Checkpoints,
+    key: jax.Array,
+    extra: dict[str, Any],
+) -> int:
+    """Update until the steps are done, patience ends, or somebody asks to stop; then leave a checkpoint."""
+    start, is_main = int(state.step), distributed.is_main()
+    memory, patience = GPUMemoryMonitor(), Patience(config.early_stop, extra.get("patience"))
+    if is_main:
+        write_yaml(config.run_dir / "config.yaml", config, overwrite=True)
+    with (
+        metric_log(config, start if extra else None, extra.get("pending")) as log,
+        Progress(config.name, config.num_train_steps, start=start, interval=None, is_main=is_main) as progress,
+        stop_on_signal() as stop,
+    ):
+        for step in range(start + 1, config.num_train_steps + 1):
+            batch = loader.sample_batch()
+            if step == start + 1 and is_main:
+                save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
+            state, metrics = update(state, batch, jax.random.fold_in(key, step - 1))
+            if step == start + 1:
+                loader.reset_stall()  # compiling is not the data's fault
+            values = log.log(step, metrics, stall_fraction=loader.stall_fraction)
+            if values is not None:
+                check_finite(values, step=step)
+                if config.log_memory:
+                    memory.mark(f"step {step}")
+            over = step == config.num_train_steps or stop.agreed() or patience.exhausted(values or {})
+            if over or checkpoints.due(step):
+                position = {"data": loader.state(), "pending": log.pending(), "patience": patience.state()}
+                checkpoints.save(step, state, extra=position, metrics=values)
+            progress.advance()
+            if over:
+                break
+        checkpoints.wait()
+        if config.log_memory and is_main:
+            Console(stderr=True).print(memory.report())
+        return 130 if stop else 0
+
+
+def compile_update(agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> Update:
+    """`agent.update` over the mesh: the state keeps its shards and its memory, metrics are everywhere the same."""
+    states, batches, everywhere = state_shardings(mesh, shapes), data_sharding(mesh), replicated(mesh)
+    return jax.jit(
+        agent.update,
+        in_shardings=(states, batches, everywhere),
+        out_shardings=(states, everywhere),
+        donate_argnums=0,
+    )
+
+
+def initial_state(
+    config: RLTrainConfig, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState, key: jax.Array
+) -> TrainState:
+    """A fresh state, made in its shards: no device ever holds the whole, and nothing is built twice."""
+    weights = load_policy(config, mesh, key)
+    make = jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes), donate_argnums=1)
+    return make(key, weights)
+
+
+def metric_log(config: RLTrainConfig, resume_step: int | None, pending: Any) -> MetricLog:
+    """Console, files and the chosen services."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    return MetricLog(
+        config.run_dir,
+        ("console", *config.sinks),
+        interval=config.log_interval,
+        is_main=distributed.is_main(),
+        timers=Timers(batch_size=config.batch_size, peak_flops=peak),
+        run=RunInfo(project="pirl", name=f"{config.name}/{config.exp_name}", config=to_dict(config)),
+        resume_step=resume_step,
+        pending=pending,
+    )
