@@ -215,8 +215,7 @@ class ACRLPD:
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """Targets at s', the actor's pass at s, then the critic's updates on the features both left behind."""
-        c = self.config
-        keys = dict(zip(("augment", "flow", "time", "here", "there", "critic"), jax.random.split(key, 6), strict=True))
+        c, keys = self.config, _named(key)
         part, successor_inputs = self._inputs(batch, keys)
         ahead = state.target.get("policy", state.policy)
         successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
@@ -247,6 +246,24 @@ class ACRLPD:
             scalars=self._adapt(state, aux),
         )
         return new, metrics
+
+    def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:
+        """What `update` with the same key descends on, as one number with its parts: total = critic + actor.
+
+        For inspection: `update` takes the two gradients apart. `bc` is plain imitation at the same draws; it is not
+        added, since the actor's loss holds its share of it already (`bc_loss_weight`).
+        """
+        keys = _named(key)
+        part, successor_inputs = self._inputs(batch, keys)
+        successor = self.successor(state.target.get("policy", state.policy), *successor_inputs)
+        policy, critic = state.params["policy"], state.params["critic"]
+        actor, aux = self.actor_loss(policy, state, part)
+        pair_key, dropout_key = jax.random.split(jax.random.split(keys["critic"], self.config.critic_updates)[0])
+        y = self.target(critic, state.target["critic"], successor, batch, pair_key)
+        temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
+        imitation = self.bc_loss(policy, part.observation, part.actions, part.valid, part.draws)
+        total = temporal + actor
+        return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
 
     def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
         """Observations augmented alike at s and s', and every random number of the step."""
@@ -345,6 +362,11 @@ class ACRLPD:
         critic = state.ema.get("critic", state.params["critic"])
         embedding = self.critic.embed(critic, CriticInputs.of(context))
         return ob.take_candidate(chunks, ob.select_best(self.values(critic, embedding, chunks).mean(0)))
+
+
+def _named(key: Array) -> dict[str, Array]:
+    """One key for each kind of randomness in a step."""
+    return dict(zip(("augment", "flow", "time", "here", "there", "critic"), jax.random.split(key, 6), strict=True))
 
 
 def _copy(tree: Params) -> Params:

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from pirl.agents.objectives import ema_update
+from pirl.errors import ConfigError
 from pirl.models.freeze import cast_frozen, join, split
 from pirl.models.params import Params
 
@@ -78,7 +79,13 @@ def in_parts(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
 
 def _divided(batch: Any, parts: int) -> Any:
     """Part m takes every `parts`-th sample, so that on several devices no sample has to move."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1), batch)
+    size = jax.tree.leaves(batch)[0].shape[0]
+    if size % parts:
+        raise ConfigError(
+            f"a batch of {size} does not split into {parts} equal parts",
+            hint="choose an `accumulate` that divides the batch size",
+        )
+    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(size // parts, parts, *x.shape[1:]), 0, 1), batch)
 
 
 def _whole(divided: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Infrastructure of training: sharding (more to come)."""
+"""Infrastructure of training: the loop, sharding, checkpoints, optimizers, metrics, memory."""

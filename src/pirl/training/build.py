@@ -4,6 +4,7 @@ import zlib
 from typing import Any
 
 import jax
+import optax
 
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent
@@ -11,6 +12,7 @@ from pirl.agents.bc import BC
 from pirl.agents.config import BCConfig
 from pirl.agents.learner import Learner
 from pirl.config import RLTrainConfig
+from pirl.data import create
 from pirl.data.create import create_acrlpd_data_loader, create_transform
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.transforms import Transform
@@ -68,6 +70,18 @@ def build_agent(config: RLTrainConfig) -> Agent:
         critic_learner=critic_learner,
         encoder_frozen=isinstance(config.model, MLPFlowConfig) or config.freeze_rule in ("vlm_frozen", "expert_only"),
     )
+
+
+def schedules(config: RLTrainConfig) -> dict[str, optax.Schedule]:
+    """The learning rates by the names they are logged under."""
+    found = {"policy/learning_rate": make_schedule(config.policy_schedule)}
+    return found | {"critic/learning_rate": make_schedule(config.critic_schedule)} if config.has_critic else found
+
+
+def asset_id(config: RLTrainConfig) -> str:
+    """Whose statistics these are, in checkpoints as in `data.assets_dir`: those of a checkpoint are found there."""
+    data = config.data
+    return data.asset_id or (create.asset_id(data.repo_ids[0]) if data.repo_ids else config.robot.name)
 
 
 def build_transform(config: RLTrainConfig) -> Transform:

@@ -93,12 +93,17 @@ def initialize(
     *,
     timeout: int | float = 300,
 ) -> Place | None:
-    """Join the other processes; call it before anything else touches JAX. One process alone: nothing happens."""
+    """Join the other processes; call it before anything else touches JAX. One process alone: nothing happens.
+
+    Once is enough: a process that has joined stays where it is.
+    """
     place = find_place(os.environ, coordinator, num_processes, process_id)
     if place is None:
         return None
     if place.num_processes == 1:
         logger.info("%s: one process, nothing to join", place.launcher)
+        return place
+    if jax.distributed.is_initialized():
         return place
     try:
         jax.distributed.initialize(

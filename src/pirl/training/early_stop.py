@@ -18,6 +18,12 @@ class Patience:
         """For the checkpoint."""
         return {"best": self._best, "waited": self._waited}
 
+    def __str__(self) -> str:
+        if self._config is None or self._best is None:
+            return "nothing was measured"
+        metric, delta = self._config.metric, self._config.min_delta
+        return f"{metric} was {self._best:.4g} at best, and {self._waited} times not better by {delta:g}"
+
     def exhausted(self, values: Mapping[str, float]) -> bool:
         """Look at new measurements; True when the run should end."""
         if self._config is None or self._config.metric not in values:

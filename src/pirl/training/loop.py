@@ -11,20 +11,23 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.training import distributed
-from pirl.training.build import build_agent, build_loader, build_transform, load_policy
+from pirl.training.build import asset_id, build_agent, build_loader, build_transform, load_policy, schedules
 from pirl.training.checkpoint import Checkpoints, check_compatible, prepare_directory
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
 from pirl.training.interrupt import stop_on_signal
 from pirl.training.memory import GPUMemoryMonitor
-from pirl.training.metrics import MetricLog, Timers, check_finite, peak_flops
+from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
 from pirl.training.pictures import save_camera_grid
 from pirl.training.progress import Progress
 from pirl.training.run_metadata import run_metadata
 from pirl.training.sharding import check_batch, data_sharding, make_mesh, replicated, sharded_shapes, state_shardings
 from pirl.training.sinks import RunInfo
 
-EXPECTED_CHANGES = ("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop")
+EXPECTED_CHANGES = (
+    *("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop"),
+    *("debug_nans", "log_memory"),
+)
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
 
 Update = Callable[[TrainState, Any, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
@@ -45,12 +48,14 @@ def train(config: RLTrainConfig, *, resume: bool = False, overwrite: bool = Fals
             describe_run(config, mesh, shapes, update, loader)
             return 0
         going_on = prepare_directory(config.run_dir, resume=resume, overwrite=overwrite)
-        assets = {config.data.asset_id or config.robot.name: transform.norm_stats or {}}
+        if going_on:  # before anything in the folder is changed
+            with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
+                check_compatible(saved.metadata().get("config", {}), to_dict(config), ignore=EXPECTED_CHANGES)
+        assets = {asset_id(config): transform.norm_stats or {}}
         with Checkpoints(
             config.run_dir, config.checkpoint, run=run_metadata(to_dict(config)), norm_stats=assets
         ) as checkpoints:
             if going_on:
-                check_compatible(checkpoints.metadata()["config"], to_dict(config), ignore=EXPECTED_CHANGES)
                 state, extra = checkpoints.restore(shapes), checkpoints.extra()
                 loader.restore(extra["data"])
             else:
@@ -68,18 +73,20 @@ def run(
     extra: dict[str, Any],
 ) -> int:
     """Update until the steps are done, patience ends, or somebody asks to stop; then leave a checkpoint."""
-    start, is_main = int(state.step), distributed.is_main()
+    start, total, is_main = int(state.step), config.num_train_steps, distributed.is_main()
     memory, patience = GPUMemoryMonitor(), Patience(config.early_stop, extra.get("patience"))
+    ending = "" if start < total else f"step {start} of {total} is done already; --max-steps N trains on"
+    stopped = False
     if is_main:
         write_yaml(config.run_dir / "config.yaml", config, overwrite=True)
     with (
         metric_log(config, start if extra else None, extra.get("pending")) as log,
-        Progress(config.name, config.num_train_steps, start=start, interval=None, is_main=is_main) as progress,
+        Progress(config.name, total, start=start, interval=None, is_main=is_main) as progress,
         stop_on_signal() as stop,
     ):
-        for step in range(start + 1, config.num_train_steps + 1):
+        for step in range(start + 1, total + 1):
             batch = loader.sample_batch()
-            if step == start + 1 and is_main:
+            if step == 1 and is_main:
                 save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
             state, metrics = update(state, batch, jax.random.fold_in(key, step - 1))
             if step == start + 1:
@@ -89,17 +96,25 @@ def run(
                 check_finite(values, step=step)
                 if config.log_memory:
                     memory.mark(f"step {step}")
-            over = step == config.num_train_steps or stop.agreed() or patience.exhausted(values or {})
+            if patience.exhausted(values or {}) and step < total:
+                ending = f"stopped early at step {step}: {patience}"
+            elif step < total and stop.agreed():
+                stopped, ending = True, f"interrupted after step {step}; --resume goes on from there"
+            over = step == total or bool(ending)
             if over or checkpoints.due(step):
                 position = {"data": loader.state(), "pending": log.pending(), "patience": patience.state()}
+                check_finite(position["pending"], step=step)
+                check_state(state, step=step)
                 checkpoints.save(step, state, extra=position, metrics=values)
             progress.advance()
             if over:
                 break
         checkpoints.wait()
-        if config.log_memory and is_main:
-            Console(stderr=True).print(memory.report())
-        return 130 if stop else 0
+    if is_main and config.log_memory:
+        Console(stderr=True).print(memory.report())
+    if is_main and ending:
+        Console(stderr=True).print(f"{config.name}/{config.exp_name}: {ending}", markup=False, soft_wrap=True)
+    return 130 if stopped else 0
 
 
 def compile_update(agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> Update:
@@ -131,6 +146,7 @@ def metric_log(config: RLTrainConfig, resume_step: int | None, pending: Any) -> 
         interval=config.log_interval,
         is_main=distributed.is_main(),
         timers=Timers(batch_size=config.batch_size, peak_flops=peak),
+        schedules=schedules(config),
         run=RunInfo(project="pirl", name=f"{config.name}/{config.exp_name}", config=to_dict(config)),
         resume_step=resume_step,
         pending=pending,

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pirl.errors import ConfigError, PirlError
+from pirl.errors import ConfigError, PirlError, listing
 from pirl.training import sinks as sinks_module
 from pirl.training.memory import memory_values
 from pirl.training.sinks import CsvSink, Guarded, JsonlSink, Record, RunInfo, Sink, SinkName
@@ -39,16 +40,32 @@ class DivergedError(PirlError):
     """A metric is no longer a number: going on would only spoil the checkpoints."""
 
 
-def check_finite(values: Mapping[str, float], *, step: int) -> None:
-    """Raise if any value is NaN or infinite, naming the step and the metrics."""
-    bad = {name: float(value) for name, value in values.items() if not math.isfinite(value)}
+def check_finite(values: Mapping[str, float | Sequence[float]], *, step: int) -> None:
+    """Raise if any value, or one of several of a metric, is NaN or infinite, naming the step and the metrics."""
+    found = {name: [v for v in np.ravel(value).tolist() if not math.isfinite(v)] for name, value in values.items()}
+    bad = ", ".join(f"{name} = {wrong[0]}" for name, wrong in sorted(found.items()) if wrong)
     if bad:
-        listed = ", ".join(f"{name} = {value}" for name, value in sorted(bad.items()))
-        raise DivergedError(
-            f"training diverged: at step {step} {listed}, where a finite number was expected",
-            hint="go on from the last checkpoint with a smaller learning rate or stronger gradient clipping; "
-            "PIRL_DEBUG=1 and jax_debug_nans find the operation",
-        )
+        raise _diverged(f"at step {step} {bad}, where a finite number was expected")
+
+
+def check_state(state: Any, *, step: int) -> None:
+    """Raise if a number of the training state is NaN or infinite; its metrics speak of the state before the update."""
+    finite = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(state)))
+    if bad := [jax.tree_util.keystr(path, simple=True, separator="/") for path, whole in finite if not whole]:
+        raise _diverged(f"after step {step} {len(bad)} of {len(finite)} arrays are not finite\n{listing(bad)}")
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
+
+
+def _diverged(how: str) -> DivergedError:
+    return DivergedError(
+        f"training diverged: {how}",
+        hint="go on from the last checkpoint with a smaller learning rate or stronger gradient clipping; "
+        "--debug-nans finds the operation",
+    )
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -123,15 +140,20 @@ class MetricLog:
         is_main: bool = True,
         last: Collection[str] = ("learning_rate",),
         timers: Timers | None = None,
+        schedules: Mapping[str, Callable[[int], Any]] | None = None,
         run: RunInfo | None = None,
         resume_step: int | None = None,
         pending: Mapping[str, Sequence[float]] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`last` names metrics (or the last part of their names) of which not the mean but the last value counts."""
+        """`last` names metrics (or the last part of their names) of which not the mean but the last value counts.
+
+        `schedules` are metrics that the number of updates before a step decides; they cost nothing between records.
+        """
         if interval < 1:
             raise ConfigError(f"metrics are written every {interval} steps", hint="give an interval of at least 1")
         self.timers = timers
+        self._schedules = dict(schedules or {})
         self._interval, self._last, self._clock = interval, frozenset(last), clock
         self._gathered: dict[str, list[Any]] = {name: list(values) for name, values in (pending or {}).items()}
         self._sinks = _open(Path(directory), sinks, run or RunInfo(), resume_step) if is_main else []
@@ -155,6 +177,7 @@ class MetricLog:
         gathered, names = jax.device_get(self._gathered), list(self._gathered)
         self._gathered = {}
         values = {name: self._reduce(name, gathered[name]) for name in names}  # jax has sorted them
+        values |= {name: float(schedule(step - 1)) for name, schedule in self._schedules.items()}
         if self.timers:
             values |= self.timers.read(stall_fraction=stall_fraction)
         values |= memory_values()

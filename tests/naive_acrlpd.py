@@ -1,0 +1,331 @@
+"""One ACRLPD update in NumPy: float64, a loop over samples, gradients by differences. No code of pirl's agents.
+
+The policy is an MLPFlow, the critic an MLPCritic, both optimizers are plain gradient descent.
+"""
+
+from dataclasses import dataclass
+from math import erf, exp, log, sqrt
+from typing import Any
+
+import numpy as np
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the update is told; names as in the configs."""
+
+    actor: str
+    loss: str
+    aggregation: str
+    discount: float
+    low: float
+    high: float
+    real_dims: int
+    critic_horizon: int
+    critic_state_dim: int
+    flow_steps: int
+    critic_updates: int
+    tau: float
+    target_ess: float
+    weight_cap: float
+    bc_loss_weight: float
+    warmup: int
+    calql_weight: float
+    bins: int
+    sigma_ratio: float
+    huber_delta: float
+    action_clip: float
+    policy_rate: float
+    critic_rate: float
+    policy_decay: float
+    critic_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """The random numbers of the step."""
+
+    noise: np.ndarray
+    time: np.ndarray
+    here: np.ndarray
+    there: np.ndarray
+    pairs: np.ndarray
+
+
+# Networks
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def velocity(policy: Tree, state, x, t):
+    """dx/dt for one state, one noisy chunk [H, A] and one time."""
+    h = np.concatenate([state, x.ravel(), [t]])
+    for i in range(len(policy)):
+        h = h @ policy[f"dense_{i}"]["kernel"] + policy[f"dense_{i}"]["bias"]
+        if i < len(policy) - 1:
+            h = gelu(h)
+    return h.reshape(x.shape)
+
+
+def sample(policy: Tree, state, noise, steps: int):
+    """From noise at t = 1 to a chunk at t = 0."""
+    x = noise
+    for i in range(steps):
+        x = x - velocity(policy, state, x, 1 - i / steps) / steps
+    return x
+
+
+def outputs(s: Settings, critic: Tree, state, chunk):
+    """What each member predicts for one chunk: [E] or [E, bins]."""
+    chunk = np.clip(chunk[: s.critic_horizon, : s.real_dims], -s.action_clip, s.action_clip).ravel()
+    found = []
+    for member in range(len(critic["head"]["bias"])):
+        h, i = np.concatenate([state[: s.critic_state_dim], chunk]), 0
+        while f"layer_{i}" in critic:
+            layer = {name: x[member] for name, x in critic[f"layer_{i}"].items()}
+            matrix = np.concatenate([layer["state"], layer["action"]]) if i == 0 else layer["hidden"]
+            h = gelu(h @ matrix + layer["bias"])
+            h = (h - h.mean()) / np.sqrt(h.var() + 1e-6) * layer["scale"] + layer["offset"]
+            i += 1
+        found.append(h @ critic["head"]["kernel"][member] + critic["head"]["bias"][member])
+    found = np.array(found)
+    return found if s.loss == "hl_gauss" else found[:, 0]
+
+
+def margin(s: Settings) -> int:
+    return int(np.ceil(4 * s.sigma_ratio))
+
+
+def edges(s: Settings):
+    width = (s.high - s.low) / (s.bins - 2 * margin(s))
+    return s.low + width * (np.arange(s.bins + 1) - margin(s)), width
+
+
+def members(s: Settings, critic: Tree, state, chunk):
+    """Each member's value of one chunk: [E]."""
+    out = outputs(s, critic, state, chunk)
+    if s.loss != "hl_gauss":
+        return out
+    borders, _ = edges(s)
+    p = np.exp(out - out.max(-1, keepdims=True))
+    return (p / p.sum(-1, keepdims=True)) @ ((borders[1:] + borders[:-1]) / 2)
+
+
+def error(s: Settings, out, y):
+    """Each member's loss on one sample: [E]."""
+    if s.loss == "mse":
+        return (out - y) ** 2
+    if s.loss == "huber":
+        e, d = np.abs(out - y), s.huber_delta
+        return np.where(e <= d, e**2 / 2, d * (e - d / 2))
+    borders, width = edges(s)
+    cdf = np.array([0.5 * (1 + erf((b - y) / (s.sigma_ratio * width * sqrt(2)))) for b in borders])
+    p = np.diff(cdf) / (cdf[-1] - cdf[0])
+    shifted = out - out.max(-1, keepdims=True)
+    return -(p * (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))).sum(-1)
+
+
+# Gradients
+
+
+def gradient(loss, tree: Tree, step: float = 1e-5) -> Tree:
+    """Central differences, one number after the other."""
+    moved = copied(tree)
+
+    def of(node: Tree) -> Tree:
+        out: Tree = {}
+        for name, leaf in node.items():
+            if isinstance(leaf, dict):
+                out[name] = of(leaf)
+                continue
+            out[name] = np.empty_like(leaf)
+            for index in np.ndindex(leaf.shape):
+                before = leaf[index]
+                leaf[index] = before + step
+                up = loss(moved)
+                leaf[index] = before - step
+                out[name][index] = (up - loss(moved)) / (2 * step)
+                leaf[index] = before
+        return out
+
+    return of(moved)
+
+
+def mapped(function, tree: Tree, *others: Tree) -> Tree:
+    return {
+        name: mapped(function, leaf, *(o[name] for o in others))
+        if isinstance(leaf, dict)
+        else function(leaf, *(o[name] for o in others))
+        for name, leaf in tree.items()
+    }
+
+
+def copied(tree: Tree) -> Tree:
+    return mapped(np.copy, tree)
+
+
+def norm(tree: Tree) -> float:
+    return sqrt(sum(norm(x) ** 2 if isinstance(x, dict) else (x**2).sum() for x in tree.values()))
+
+
+# The step
+
+
+def target(s: Settings, online: Tree, slow: Tree, candidates, batch: Tree, pair, info: Tree):
+    y = []
+    for b in range(len(candidates)):
+        state = batch["next_observations"]["state"][b]
+        chosen = [members(s, online, state, chunk).mean() for chunk in candidates[b]]
+        valued = [members(s, slow, state, chunk) for chunk in candidates[b]]
+        info["disagree"] |= int(np.argmax(chosen)) != int(np.argmax([v.mean() for v in valued]))
+        values = valued[int(np.argmax(chosen))]
+        value = {"mean": values.mean(), "min": values.min(), "random_pair": values[pair].min()}[s.aggregation]
+        ahead = 0.0 if batch["next_terminal"][b] else s.discount ** int(batch["length"][b]) * value
+        raw = batch["reward_sum"][b] + ahead
+        info["clipped"].append(not s.low <= raw <= s.high)
+        y.append(min(max(raw, s.low), s.high))
+    return np.array(y)
+
+
+def critic_loss(s: Settings, critic: Tree, candidates, batch: Tree, y):
+    """(loss without Cal-QL, Cal-QL's penalty), each a mean over members and samples that count."""
+    losses, penalties = [], []
+    for b in np.flatnonzero(batch["sequence_mask"]):
+        state, chunk = batch["observations"]["state"][b], batch["critic_actions"][b]
+        losses.append(error(s, outputs(s, critic, state, chunk), y[b]))
+        if s.calql_weight:
+            floor = -np.inf if np.isnan(batch["mc_return"][b]) else batch["mc_return"][b]
+            pushed = np.array([np.maximum(members(s, critic, state, other), floor) for other in candidates[b]])
+            penalties.append(np.log(np.exp(pushed).mean(0)) - members(s, critic, state, chunk))
+    return (np.mean(losses) if losses else 0.0), (np.mean(penalties) if penalties else 0.0)
+
+
+def flow_loss(s: Settings, policy: Tree, state, chunk, valid, noise, times):
+    """Mean over draws, valid steps and real dimensions, for one sample."""
+    total = 0.0
+    for eps, t in zip(noise, times, strict=True):
+        v = velocity(policy, state, t * eps + (1 - t) * chunk, t)
+        squared = ((v - (eps - chunk)) ** 2)[:, : s.real_dims]
+        total += sum(row.mean() for row, counts in zip(squared, valid, strict=True) if counts) / max(sum(valid), 1)
+    return total / len(times)
+
+
+def fitted_beta(advantage, target_ess: float, cap: float) -> float:
+    """The largest β with an effective sample size of at most the target: a fine scan, then bisection."""
+
+    def size(beta: float) -> float:
+        w = np.minimum(np.exp(np.minimum(advantage / beta, 50.0)), cap)
+        return w.sum() ** 2 / (len(w) * (w**2).sum())
+
+    scan = np.exp(np.linspace(log(1e-3), log(1e4), 4000))
+    below = max(i for i, beta in enumerate(scan) if size(beta) <= target_ess)
+    low, high = scan[below], scan[below + 1]
+    for _ in range(60):
+        low, high = ((low + high) / 2, high) if size((low + high) / 2) <= target_ess else (low, (low + high) / 2)
+    return low
+
+
+def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, Tree, Tree]:
+    """(new state, metrics, what the numbers exercised). State: step, policy, critic, their ema_, target_, scalars."""
+    info: Tree = {"disagree": False, "clipped": []}
+    size, here = len(batch["actions"]), batch["observations"]["state"]
+    policy, critic = state["policy"], state["critic"]
+    # Candidates at s come from the policy itself, at s' from its average; for distillation both from the fixed one.
+    at_s, ahead = (state["fixed"],) * 2 if s.actor == "distill" else (policy, state["ema_policy"])
+    candidates = [[sample(at_s, here[b], n, s.flow_steps) for n in draws.here[b]] for b in range(size)]
+    successors = [
+        [sample(ahead, batch["next_observations"]["state"][b], n, s.flow_steps) for n in draws.there[b]]
+        for b in range(size)
+    ]
+
+    # The actor
+    of_data = np.array([members(s, critic, here[b], batch["critic_actions"][b]).mean() for b in range(size)])
+    of_candidates = np.array([[members(s, critic, here[b], c).mean() for c in candidates[b]] for b in range(size)])
+    advantage = of_data - of_candidates.mean(1)
+    raw = np.array([min(exp(a / state["beta"]), s.weight_cap) for a in advantage])
+    info["capped"] = raw == s.weight_cap
+    warming = state["step"] < s.warmup
+    weight = raw
+    if s.actor == "awr":
+        weight = np.ones(size) if warming else s.bc_loss_weight + (1 - s.bc_loss_weight) * raw / state["mean_weight"]
+    best = [candidates[b][int(np.argmax(of_candidates[b]))] for b in range(size)]
+
+    def losses(policy: Tree, chunks, valid):
+        return np.array(
+            [flow_loss(s, policy, here[b], chunks[b], valid[b], draws.noise[b], draws.time[b]) for b in range(size)]
+        )
+
+    def actor_loss(policy: Tree) -> float:
+        imitation = losses(policy, batch["actions"], batch["valid"])
+        if s.actor == "awr":
+            return (weight * imitation).mean()
+        if s.actor == "distill" and not warming:
+            improved = losses(policy, best, np.ones_like(batch["valid"]))
+            return (s.bc_loss_weight * imitation + (1 - s.bc_loss_weight) * improved).mean()
+        return imitation.mean()
+
+    policy_gradient = gradient(actor_loss, policy)
+    new_policy = mapped(lambda x, g: x - s.policy_rate * g, policy, policy_gradient)
+
+    # The critic
+    new_critic, slow = critic, state["target_critic"]
+    for k in range(s.critic_updates):
+        y = target(s, new_critic, slow, successors, batch, draws.pairs[k], info)
+
+        def both(critic: Tree, y=y) -> float:
+            loss, penalty = critic_loss(s, critic, candidates, batch, y)
+            return loss + s.calql_weight * penalty
+
+        loss, penalty = critic_loss(s, new_critic, candidates, batch, y)
+        data = [members(s, new_critic, here[b], batch["critic_actions"][b]) for b in range(size)]
+        grads = gradient(both, new_critic)
+        new_critic = mapped(lambda x, g: x - s.critic_rate * g, new_critic, grads)
+        slow = mapped(lambda old, new: (1 - s.tau) * old + s.tau * new, slow, new_critic)
+
+    # What adapts
+    beta = np.clip(fitted_beta(advantage, s.target_ess, s.weight_cap), 1e-4 * (s.high - s.low), s.high - s.low)
+    known = np.isfinite(batch["mc_return"])
+    drift = []
+    for b in range(size):
+        for eps, t in zip(draws.noise[b], draws.time[b], strict=True):
+            x_t = t * eps + (1 - t) * batch["actions"][b]
+            drift.append(velocity(policy, here[b], x_t, t) - velocity(state["ema_policy"], here[b], x_t, t))
+    metrics = {
+        "actor/loss": actor_loss(policy),
+        "actor/grad_norm": norm(policy_gradient),
+        "actor/flow_loss": losses(policy, batch["actions"], batch["valid"]).mean(),
+        "actor/advantage": advantage.mean(),
+        "actor/ess": weight.sum() ** 2 / (size * (weight**2).sum()),
+        "actor/beta": state["beta"],
+        "actor/drift": np.square(drift).mean(),
+        "critic/loss": loss,
+        "critic/grad_norm": norm(grads),
+        "critic/y": y.mean(),
+        "critic/q_mean": np.mean(data),
+        "critic/q_std": np.std(data, axis=0).mean(),
+        "critic/candidate_gain": (of_candidates.max(1) - of_candidates.mean(1)).mean(),
+        "critic/mc_gap": (of_data - batch["mc_return"])[known].mean(),
+        "critic/mc_correlation": np.corrcoef(of_data[known], batch["mc_return"][known])[0, 1],
+        "data/valid_fraction": batch["valid"].mean(),
+        "data/critic_fraction": batch["sequence_mask"].mean(),
+    }
+    if s.calql_weight:
+        metrics["critic/calql"] = penalty
+    new = {
+        "policy": new_policy,
+        "critic": new_critic,
+        "target_critic": slow,
+        "ema_policy": mapped(
+            lambda old, new: s.policy_decay * old + (1 - s.policy_decay) * new, state["ema_policy"], new_policy
+        ),
+        "ema_critic": mapped(
+            lambda old, new: s.critic_decay * old + (1 - s.critic_decay) * new, state["ema_critic"], new_critic
+        ),
+        "beta": state["beta"] ** 0.9 * beta**0.1,
+        "mean_weight": 0.9 * state["mean_weight"] + 0.1 * raw.mean(),
+    }
+    return new, metrics, info

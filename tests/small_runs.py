@@ -1,0 +1,120 @@
+"""Training runs small enough for tests: a policy on states alone, compiled once, and what they leave behind."""
+
+import csv
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from pirl.agents.agent import TrainState
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.config import RLTrainConfig
+from pirl.models.config import MLPFlowConfig
+from pirl.recipes import get_config
+from pirl.training.build import build_agent
+from pirl.training.checkpoint import Checkpoints
+from pirl.training.sharding import make_mesh, sharded_shapes
+
+_CACHE = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+@contextmanager
+def compiled_once(folder: Path) -> Iterator[dict[str, str]]:
+    """Programs are kept in a folder, since every run jits anew; gives the environment in which processes use it too."""
+    settings = {**_CACHE, "jax_compilation_cache_dir": str(folder)}
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        _configure(settings)
+        yield {name.upper(): str(value) for name, value in settings.items()}
+    finally:
+        _configure(before)
+
+
+def _configure(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # jax looks at the folder's name once
+
+
+def small_run(folder: Path, agent: BCConfig | ACRLPDConfig, **changes: Any) -> RLTrainConfig:
+    """The debug recipe with a policy of two small layers and no pictures; a critic with dropout."""
+    recipe = get_config("debug")
+    small = replace(
+        recipe,
+        model=MLPFlowConfig(state_dim=2, action_dim=2, horizon=3, hidden=(16, 16)),
+        agent=agent,
+        critic=replace(recipe.critic, hidden=(16,), dropout=0.2),
+        data=replace(recipe.data, cameras=(), tokenizer="none"),
+        checkpoint=replace(recipe.checkpoint, base_dir=str(folder), save_interval=5, keep_last=100),
+        batch_size=8,
+        num_train_steps=11,
+        log_interval=4,
+    )
+    return replace(small, **changes)
+
+
+def restored(config: RLTrainConfig, step: int | None = None) -> TrainState:
+    """The state a run left (of its latest step, if none is named), on this process's devices."""
+    with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as checkpoints:
+        shapes = jax.eval_shape(build_agent(config).init, jax.random.key(0))
+        return checkpoints.restore(sharded_shapes(make_mesh(), shapes), step)
+
+
+def steps_of(config: RLTrainConfig) -> list[int]:
+    """Its complete checkpoints."""
+    with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as checkpoints:
+        return checkpoints.all_steps()
+
+
+def position_of(config: RLTrainConfig) -> dict[str, Any]:
+    """What is stored beside the latest state: where the data, the metrics and the patience stand."""
+    with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as checkpoints:
+        return checkpoints.extra()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without clocks and memory: what the run alone decides."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {"step": line["step"], "values": {name: x for name, x in line["values"].items() if _decided(name)}}
+        for line in lines
+    ]
+
+
+def table(run: Path) -> list[list[str]]:
+    """metrics.csv without clocks and memory, header first."""
+    with (run / "metrics.csv").open(newline="") as file:
+        rows = list(csv.reader(file))
+    kept = [i for i, name in enumerate(rows[0]) if _decided(name)]
+    return [[row[i] for i in kept] for row in rows]
+
+
+def _decided(name: str) -> bool:
+    return name != "time" and not name.startswith(("time/", "memory/"))
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Same structure, types and bits."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, left), right in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+        assert right.dtype == left.dtype, path
+        assert np.asarray(right).tobytes() == np.asarray(left).tobytes(), path
+
+
+def assert_close(found: Any, expected: Any, *, rtol: float, atol: float) -> None:
+    """Same structure, and every number within the tolerances."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, left), right in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(right, np.float64), np.asarray(left, np.float64), rtol=rtol, atol=atol, err_msg=str(path)
+        )
