@@ -20,6 +20,8 @@ from pirl.models.weights import load_openpi
 HERE = Path(__file__).parent
 GOLDEN = Path(os.environ.get("PIRL_GOLDEN", HERE / "golden" / "openpi"))
 STATIC = HERE / "golden" / "static"
+TRANSFORMS = next(folder for root in (GOLDEN, HERE / "golden" / "openpi") if (folder := root / "transforms").is_dir())
+"""Data transforms and schedules; another set need not have them."""
 
 # Float32 on a CPU. The goldens came from jax 0.5.3; another XLA moves results by this much and no more.
 OUTPUT = dict(rtol=0, atol=2e-5)  # activations and actions of size ~1-5, with noise and time given

@@ -231,7 +231,7 @@ def fitted_beta(advantage, target_ess: float, cap: float) -> float:
 
 def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, Tree, Tree]:
     """(new state, metrics, what the numbers exercised). State: step, policy, critic, their ema_, target_, scalars."""
-    info: Tree = {"disagree": False, "clipped": []}
+    info: Tree = {"disagree": False, "clipped": [], "critic_losses": []}
     size, here = len(batch["actions"]), batch["observations"]["state"]
     policy, critic = state["policy"], state["critic"]
     # Candidates at s come from the policy itself, at s' from its average; for distillation both from the fixed one.
@@ -281,6 +281,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
             return loss + s.calql_weight * penalty
 
         loss, penalty = critic_loss(s, new_critic, candidates, batch, y)
+        info["critic_losses"].append(both(new_critic))
         data = [members(s, new_critic, here[b], batch["critic_actions"][b]) for b in range(size)]
         grads = gradient(both, new_critic)
         new_critic = mapped(lambda x, g: x - s.critic_rate * g, new_critic, grads)

@@ -1,7 +1,7 @@
 """ACRLPD's update against NumPy, and what it promises: who learns from whom, what is computed once, what never leaks."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,26 @@ import optax
 import pytest
 
 import naive_acrlpd as naive
-from pirl.agents.acrlpd import ACRLPD
-from pirl.agents.config import ACRLPDConfig
+from pirl.agents.acrlpd import ACRLPD, ActorPart, Successor
+from pirl.agents.bc import BC
+from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.agents.learner import Learner
-from pirl.models.config import MLPFlowConfig
-from pirl.models.critic import make_critic
+from pirl.data.config import DataConfig
+from pirl.data.loader import ACRLPDDataLoader
+from pirl.data.replay import MemorySource
+from pirl.errors import ConfigError
+from pirl.models import flow, pi0
+from pirl.models.config import GemmaConfig, MLPFlowConfig, Pi0Config, SigLIPConfig
+from pirl.models.critic import CriticInputs, make_critic
 from pirl.models.critic_config import CriticConfig
+from pirl.models.freeze import trainable_mask
 from pirl.models.mlp import MLPFlow
+from pirl.models.observation import Observation
+from pirl.models.params import flatten, nest
+from pirl.models.pi0 import Pi0
+from pirl.models.policy import FlowPolicy
+from pirl.names import BASE_CAMERA
+from pirl.records import Episode
 
 SIZE, HORIZON, DIM, REAL, CRITIC_HORIZON, STATE, CRITIC_STATE = 8, 3, 3, 2, 2, 4, 3
 NUM, DRAWS, WARMUP, STEP = 3, 2, 3, 5
@@ -82,7 +95,7 @@ def make_state(agent: ACRLPD):
     rng = np.random.default_rng(2)
     moved = [x + jnp.asarray(rng.normal(0, 0.4, x.shape), x.dtype) for x in leaves]
     params, target, ema = jax.tree.unflatten(structure, moved)
-    scalars = {"beta": jnp.float32(0.15), "mean_weight": jnp.float32(1.1)}
+    scalars = {"beta": jnp.float32(0.05), "mean_weight": jnp.float32(1.1)}
     return replace(state, step=jnp.int32(STEP), params=params, target=target, ema=ema, scalars=scalars)
 
 
@@ -114,12 +127,16 @@ def doubles(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
-def close(found, expected, rtol=1e-4, atol=1e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected)
+def close(found, expected, rtol=1e-4, atol=1e-5, err_msg=""):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=err_msg), found, expected)
 
 
 def same(left, right) -> bool:
     return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b, equal_nan=True)), left, right)))
+
+
+def largest_difference(left, right) -> float:
+    return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), left, right)))
 
 
 # One update, number by number
@@ -188,20 +205,469 @@ def naive_state(state) -> dict:
     return doubles(named) | {"step": int(state.step)} | {k: float(v) for k, v in state.scalars.items()}
 
 
+@functools.cache
+def expected(actor: str):
+    """(new state, metrics, what the numbers exercised), by NumPy."""
+    agent = make(actor)
+    return naive.update(settings(agent), naive_state(make_state(agent)), doubles(make_batch()), naive_draws(agent, KEY))
+
+
 @pytest.mark.parametrize("actor", CASES)
 def test_update_equals_numpy(actor: str):
-    agent, state, batch = make(actor), make_state(make(actor)), make_batch()
-    new, metrics = updating(agent)(state, batch, KEY)
-    expected, numbers, info = naive.update(settings(agent), naive_state(state), doubles(batch), naive_draws(agent, KEY))
-    # The numbers reach the cases that matter: else this test could not see them.
-    assert info["disagree"]
+    """Targets, choice, losses, weights, both gradients twice over, averages, targets' weights, temperature, metrics."""
+    agent = make(actor)
+    state = make_state(agent)
+    new, metrics = updating(agent)(state, make_batch(), KEY)
+    trees, numbers, info = expected(actor)
+    # The batch reaches the cases that matter: else this test could not see them.
+    assert info["disagree"], "online and target critic never choose differently"
     assert 0 < np.mean(info["clipped"]) < 1
     assert 0 < np.mean(info["capped"]) < 1
     found = naive_state(new)
-    for name, value in expected.items():
-        close(found[name], value)
+    for name, value in trees.items():
+        close(found[name], value, err_msg=name)
     assert set(metrics) == set(numbers) | {"critic/action_slope"}
     for name, value in numbers.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=2e-4, atol=1e-5, err_msg=name)
+        close(metrics[name], value, rtol=2e-4, err_msg=name)
     assert int(new.step) == STEP + 1
     assert same(new.target.get("policy", {}), state.target.get("policy", {}))
+
+
+@pytest.mark.parametrize("actor", CASES)
+def test_total_loss_is_what_the_update_descends_on(actor: str):
+    agent = make(actor)
+    total, parts = jax.jit(agent.total_loss)(make_state(agent), make_batch(), KEY)
+    _, numbers, info = expected(actor)
+    close(parts["actor"], numbers["actor/loss"], rtol=2e-4)
+    close(parts["bc"], numbers["actor/flow_loss"], rtol=2e-4)
+    close(parts["critic"], info["critic_losses"][0], rtol=2e-4)
+    np.testing.assert_array_equal(total, parts["critic"] + parts["actor"])
+    assert set(parts) == {"critic", "actor", "bc", "total"}
+    assert float(parts["total"]) == float(total)
+
+
+@pytest.mark.parametrize("actor", ["awr", "distill"])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_batch_in_parts_is_the_batch(actor: str, parts: int):
+    whole, split = make(actor), make(actor, accumulate=parts)
+    state = make_state(whole)
+    close(updating(split)(state, make_batch(), KEY), updating(whole)(state, make_batch(), KEY), rtol=1e-5, atol=2e-6)
+
+
+def test_a_batch_that_does_not_split_is_refused():
+    agent = make("awr", accumulate=3)
+    with pytest.raises(ConfigError, match="batch of 8 does not split into 3"):
+        jax.eval_shape(agent.update, make_state(agent), make_batch(), KEY)
+
+
+# What an actor learns from whom
+
+
+@pytest.mark.parametrize("actor", ["awr", "distill"])
+def test_warm_up_is_behaviour_cloning(actor: str):
+    """While the critic learns as ever, the policy takes the very step that BC takes with the same noise and times."""
+    agent, batch = make(actor), make_batch()
+    state = make_state(agent)
+    cloning = BC(policy=POLICY, config=BCConfig(mask_padding=True), learner=agent.policy_learner, real_action_dim=REAL)
+    _, noise, time, *_ = jax.random.split(KEY, 6)
+    inputs = (Observation.from_dict(batch["observations"]), batch["actions"], batch["valid"])
+    draws = flow.draw(noise, time, batch["actions"], DRAWS)
+    policy = state.params["policy"]
+    for loss in (lambda p: cloning.loss(p, *inputs, draws).mean(), lambda p: agent.bc_loss(p, *inputs, draws)):
+        cloned, _ = cloning.learner.step(policy, jax.jit(jax.grad(loss))(policy), state.opt["policy"])
+        last, _ = updating(agent)(replace(state, step=jnp.int32(WARMUP - 1)), batch, KEY)
+        close(last.params["policy"], cloned, rtol=1e-5, atol=1e-6)
+    first, _ = updating(agent)(replace(state, step=jnp.int32(WARMUP)), batch, KEY)
+    assert largest_difference(first.params["policy"], cloned) > 1e-3
+    assert same(first.params["critic"], last.params["critic"])
+
+
+def test_dropout_is_the_critics_alone():
+    """Neither candidates, advantages nor temperature see it: only the loss of the critic's own prediction."""
+    dense, sparse = make("awr"), make("awr", dropout=0.5)
+    state = make_state(dense)
+    plain, dropped = (updating(agent)(state, make_batch(), KEY)[0] for agent in (dense, sparse))
+    close(dropped.params["policy"], plain.params["policy"], rtol=1e-6, atol=1e-7)
+    close(dropped.scalars, plain.scalars, rtol=1e-6)
+    assert largest_difference(dropped.params["critic"], plain.params["critic"]) > 1e-3
+    again, _ = updating(sparse)(state, make_batch(), KEY)
+    assert same(again, dropped)
+
+
+def test_the_same_key_is_the_same_update():
+    agent = make("awr")
+    first, second, other = (updating(agent)(make_state(agent), make_batch(), k) for k in (KEY, KEY, jax.random.key(4)))
+    assert same(first, second)
+    assert largest_difference(first[0].params["policy"], other[0].params["policy"]) > 1e-4
+    assert largest_difference(first[0].params["critic"], other[0].params["critic"]) > 1e-4
+
+
+def test_calql_pushes_candidates_down_to_the_return_and_no_further():
+    batch, state = make_batch(), make_state(make("best_of_n"))
+    inputs = CriticInputs(state=batch["observations"]["state"])
+    candidates = jax.random.normal(jax.random.key(8), (SIZE, NUM, HORIZON, DIM))
+    y = jnp.full(SIZE, 0.5)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def values(weight: float, mc_return):
+        """(mean of the data's, mean of the candidates') after 60 steps on the loss with this weight."""
+        agent = make("best_of_n", calql_weight=weight)
+        known = {name: batch[name] for name in ("critic_actions", "sequence_mask")} | {"mc_return": mc_return}
+
+        def step(critic, _):
+            grads = jax.grad(lambda c: agent.critic_loss(c, inputs, candidates, known, y, KEY)[0])(critic)
+            return jax.tree.map(lambda x, g: x - 0.05 * g, critic, grads), None
+
+        critic, _ = jax.lax.scan(step, state.params["critic"], length=60)
+        embedding = agent.critic.embed(critic, inputs)
+        counted = batch["sequence_mask"] > 0
+        data = agent.values(critic, embedding, batch["critic_actions"][:, None])[:, counted]
+        return data.mean(), agent.values(critic, embedding, candidates)[:, counted].mean()
+
+    (data, others), (_, floored_others) = (values(0.7, jnp.full(SIZE, mc)) for mc in (-jnp.inf, 10.0))
+    plain_data, plain_others = values(0.0, jnp.full(SIZE, jnp.nan))
+    assert others - data < plain_others - plain_data - 0.2
+    assert others < plain_others - 0.1
+    assert floored_others > others + 0.2
+
+
+@pytest.mark.parametrize("actor", CASES)
+def test_degenerate_batches_leave_everything_finite(actor: str):
+    agent, batch = make(actor), make_batch()
+    state, update = make_state(agent), updating(agent)
+
+    def finite(state, batch):
+        new, metrics = update(state, batch, KEY)
+        bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+        assert not bad, bad
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((new.params, new.ema, new.target, new.scalars)))
+        return new, metrics
+
+    new, metrics = finite(state, batch | {"sequence_mask": jnp.zeros(SIZE)})
+    assert same(new.params["critic"], state.params["critic"])
+    assert float(metrics["critic/loss"]) == 0
+    _, metrics = finite(state, batch | {"mc_return": jnp.full(SIZE, jnp.nan)})
+    assert float(metrics["critic/mc_gap"]) == float(metrics["critic/mc_correlation"]) == 0
+    _, metrics = finite(state, batch | {"valid": jnp.zeros((SIZE, HORIZON))})
+    assert float(metrics["actor/flow_loss"]) == 0
+
+    def critic_times(factor: float):
+        scaled = jax.tree.map(lambda x: factor * x, state.params["critic"])
+        return replace(state, params=state.params | {"critic": scaled})
+
+    new, metrics = finite(critic_times(0.0), batch)
+    assert float(metrics["actor/advantage"]) == 0
+    np.testing.assert_allclose(metrics["actor/ess"], 1, rtol=1e-6)
+    # Equal advantages are no reason to be greedy.
+    assert float(new.scalars["beta"]) > 0
+    finite(critic_times(30.0), batch)
+
+
+# Gradients that must not be
+
+
+SMALL = Pi0Config(
+    vlm=GemmaConfig(width=24, depth=2, mlp_dim=32, num_heads=4, num_kv_heads=2, head_dim=8).with_lora(2),
+    expert=GemmaConfig(width=16, depth=2, mlp_dim=20, num_heads=4, num_kv_heads=2, head_dim=8),
+    vision=SigLIPConfig(width=12, depth=1, mlp_dim=20, num_heads=2, patch_size=8),
+    image_size=16,
+    vocab_size=40,
+    action_dim=DIM,
+    horizon=HORIZON,
+    max_token_len=4,
+    dtype="float32",
+    remat="none",
+)
+
+
+@functools.cache
+def make_pi0(actor: str = "awr", **changes) -> ACRLPD:
+    agent = make(actor)
+    sizes = CriticConfig(hidden=(5, 4), bins=14, num_queries=2, pool_width=8, pool_heads=2, embedding_width=6)
+    critic = make_critic(
+        sizes, feature_width=24, state_dim=CRITIC_STATE, real_action_dim=REAL, critic_horizon=CRITIC_HORIZON
+    )
+    # LoRA: the VLM is frozen, its adapters, SigLIP, the expert and the heads train.
+    learner = replace(agent.policy_learner, mask=trainable_mask(pi0.param_shapes(SMALL), SMALL))
+    config = replace(agent.config, calql_weight=0.7)
+    options = dict(policy=Pi0(SMALL), critic=critic, config=config, policy_learner=learner, encoder_frozen=False)
+    return replace(agent, **(options | changes))
+
+
+@functools.cache
+def pi0_batch() -> dict:
+    rng = np.random.default_rng(5)
+
+    def view():
+        pictures = jnp.asarray(rng.integers(0, 256, (SIZE, 16, 16, 3)), jnp.uint8)
+        return {
+            "image": {BASE_CAMERA: pictures},
+            "image_mask": {BASE_CAMERA: jnp.ones(SIZE, bool)},
+            "state": jnp.asarray(rng.normal(size=(SIZE, DIM)), jnp.float32),
+            "tokenized_prompt": jnp.asarray(rng.integers(1, 40, (SIZE, 4)), jnp.int32),
+            "tokenized_prompt_mask": jnp.ones((SIZE, 4), bool),
+        }
+
+    return make_batch() | {"observations": view(), "next_observations": view()}
+
+
+@functools.cache
+def pi0_state(agent: ACRLPD):
+    # Not OpenPI's initialisation: its zeros make a fresh π₀ blind.
+    rng = np.random.default_rng(6)
+    leaves = {p: jnp.asarray(rng.normal(0, 0.25, x.shape), jnp.float32) for p, x in pi0.declare(SMALL).items()}
+    return replace(agent.init(jax.random.key(1), nest(leaves)), step=jnp.int32(STEP))
+
+
+def test_losses_stay_with_their_own_weights():
+    """On a π₀ with pictures: no TD error through features, candidates or targets; no actor loss into the critic."""
+    agent = make_pi0(config=replace(make("awr").config, calql_weight=0.7, augment=False))
+    state, batch = pi0_state(agent), pi0_batch()
+
+    @jax.jit
+    def gradients(params):
+        def part(name):
+            return jax.grad(lambda p: agent.total_loss(replace(state, params=p), batch, KEY)[1][name])(params)
+
+        return part("critic"), part("actor")
+
+    of_critic, of_actor = gradients(state.params)
+    moved = {path for path, g in flatten(of_actor["policy"]).items() if np.any(g)}
+    assert not any(np.any(g) for g in jax.tree.leaves(of_critic["policy"]))
+    assert not any(np.any(g) for g in jax.tree.leaves(of_actor["critic"]))
+    assert all(np.any(g) for g in jax.tree.leaves(of_critic["critic"]))
+    assert {"PaliGemma/img/embedding/kernel", "state_proj/kernel", "action_out_proj/kernel"} <= moved
+
+
+def test_frozen_leaves_never_move():
+    """In the weights and in their average, through a whole update on augmented pictures; and they stay bfloat16."""
+    agent = make_pi0()
+    state = pi0_state(agent)
+    new, metrics = jax.jit(agent.update)(state, pi0_batch(), KEY)
+    assert all(np.isfinite(value) for value in metrics.values())
+    mask = flatten(agent.policy_learner.mask)
+    assert 0 < sum(mask.values()) < len(mask)
+    for name, tree in (("weights", new.params["policy"]), ("average", new.ema["policy"])):
+        before, after = flatten(state.params["policy"]), flatten(tree)
+        for path, trains in mask.items():
+            assert after[path].dtype == (jnp.float32 if trains else jnp.bfloat16), (name, path)
+            if not trains:
+                np.testing.assert_array_equal(after[path], before[path], err_msg=f"{name}: {path}")
+    before, after = flatten(state.params["policy"]), flatten(new.params["policy"])
+    for path in ("PaliGemma/img/embedding/kernel", "PaliGemma/llm/layers/attn/q_einsum/lora_a", "state_proj/kernel"):
+        assert np.any(after[path] != before[path]), path
+
+
+# What is computed once
+
+
+class Watched:
+    """A policy that notes what is asked of it; tests trace, so a note is a call in the program."""
+
+    def __init__(self, policy: FlowPolicy):
+        self.policy, self.horizon, self.action_dim = policy, policy.horizon, policy.action_dim
+        self.encoded, self.augmented = [], []
+
+    def init(self, key):
+        return self.policy.init(key)
+
+    def prepare(self, observation, key=None):
+        self.augmented.append(key)
+        return self.policy.prepare(observation, key)
+
+    def encode(self, params, observation):
+        self.encoded.append((jax.tree.leaves(params)[0].dtype.name, observation.state))
+        return self.policy.encode(params, observation)
+
+    def velocity(self, params, context, x_t, t):
+        return self.policy.velocity(params, context, x_t, t)
+
+
+@pytest.mark.parametrize(
+    ("actor", "encoder_frozen", "here", "there"),
+    [
+        ("awr", False, ["float32"], ["float32"]),
+        ("best_of_n", False, ["float32"], ["float32"]),
+        ("distill", True, ["float32"], ["bfloat16"]),
+        ("distill", False, ["bfloat16", "float32"], ["bfloat16"]),
+    ],
+)
+def test_one_prefix_pass_per_observation(actor: str, encoder_frozen: bool, here: list, there: list):
+    """One more only for the fixed policy of `distill` (kept in bfloat16), where it reads with other eyes by now."""
+    plain = make(actor)
+    policy = Watched(POLICY)
+    agent = replace(plain, policy=policy, encoder_frozen=encoder_frozen)
+    found = {}
+
+    def update(state, batch, key):
+        agent.update(state, batch, key)
+        for name in ("observations", "next_observations"):
+            found[name] = sorted(dtype for dtype, state in policy.encoded if state is batch[name]["state"])
+
+    jax.eval_shape(update, make_state(plain), make_batch(), KEY)
+    assert found == {"observations": here, "next_observations": there}
+    assert len(policy.encoded) == len(here) + len(there)
+    # Pictures of s and s' are augmented with one key: what moved between them moved in the world.
+    first, second = policy.augmented
+    assert first is not None
+    assert first is second
+
+
+# Acting
+
+
+def test_acting_is_the_critics_choice_among_separate_samples():
+    agent = make("best_of_n")
+    state, start = make_state(agent), make_batch()["observations"]["state"]
+    observation = Observation(images={}, image_masks={}, state=start)
+    act = jax.jit(agent.act, static_argnames="candidates")
+    chunks, trees, s = act(state, observation, KEY), naive_state(state), settings(agent)
+    noise = doubles(jax.random.normal(KEY, (SIZE, NUM, HORIZON, DIM)))
+    chosen = set()
+    for b, here in enumerate(doubles(start)):
+        options = [naive.sample(trees["ema_policy"], here, n, s.flow_steps) for n in noise[b]]
+        values = [naive.members(s, trees["ema_critic"], here, option).mean() for option in options]
+        close(chunks[b], options[int(np.argmax(values))])
+        chosen.add(int(np.argmax(values)))
+    assert len(chosen) > 1
+
+    # One candidate is a plain sample, BC's own.
+    cloning = BC(
+        policy=POLICY, config=BCConfig(), learner=agent.policy_learner, real_action_dim=REAL, flow_steps=s.flow_steps
+    )
+    plain = act(state, observation, KEY, candidates=1)
+    close(plain, jax.jit(cloning.act)(state, observation, KEY), rtol=0, atol=1e-6)
+    assert same(jax.jit(make("awr").act)(state, observation, KEY), plain)
+
+    # Averages act, not the weights; without averages the weights do.
+    other = {name: jax.tree.map(jnp.zeros_like, tree) for name, tree in state.params.items()}
+    assert same(act(replace(state, params=other), observation, KEY), chunks)
+    assert same(act(replace(state, params=state.ema, ema={}), observation, KEY), chunks)
+    for name in ("policy", "critic"):
+        assert not same(act(replace(state, ema=state.ema | {name: state.params[name]}), observation, KEY), chunks)
+
+
+# The critic must not see where an episode ended
+
+
+def test_the_critic_reads_the_chunk_and_nothing_about_its_end():
+    """Losses work on batches that hold nothing else, and the update of the critic ignores all else."""
+    agent, batch = make("awr"), make_batch()
+    state = make_state(agent)
+    inputs, candidates = CriticInputs(state=batch["observations"]["state"]), jnp.zeros((SIZE, NUM, HORIZON, DIM))
+    critic = state.params["critic"]
+    only = {name: batch[name] for name in ("critic_actions", "sequence_mask")}
+    loss, _ = agent.critic_loss(critic, inputs, candidates, only, jnp.zeros(SIZE), KEY)
+    assert np.isfinite(loss)
+    told = {name: batch[name] for name in ("reward_sum", "length", "next_terminal")}
+    y = agent.target(critic, state.target["critic"], Successor(inputs, candidates), told, KEY)
+    assert y.shape == (SIZE,)
+
+    ended = batch | {
+        "valid": 1 - batch["valid"],
+        "masks": 1 - batch["masks"],
+        "terminals": 1 - batch["terminals"],
+        "rewards": batch["rewards"] + 1,
+        "actions": jnp.where(batch["valid"][..., None] > 0, batch["actions"], 9.0),
+    }
+    plain, metrics = updating(agent)(state, batch, KEY)
+    new, others = updating(agent)(state, ended, KEY)
+    for name in ("params", "target", "ema"):
+        assert same(getattr(new, name)["critic"], getattr(plain, name)["critic"]), name
+    assert same(new.scalars, plain.scalars)
+    kept = [name for name in metrics if name.startswith("critic/") or name in ("actor/advantage", "actor/ess")]
+    assert same({name: others[name] for name in kept}, {name: metrics[name] for name in kept})
+    assert largest_difference(new.params["policy"], plain.params["policy"]) > 1e-3
+
+
+class Stepwise:
+    """A policy whose velocity at one step does not look at the others."""
+
+    horizon, action_dim = HORIZON, DIM
+
+    def init(self, key):
+        return {"scale": jnp.float32(0.5), "state": jnp.full((STATE, DIM), 0.1)}
+
+    def prepare(self, observation, key=None):
+        return observation
+
+    def encode(self, params, observation):
+        return observation.state
+
+    def velocity(self, params, context, x_t, t):
+        return params["scale"] * x_t + (context @ params["state"])[:, None, None]
+
+
+def test_padding_is_not_imitated_but_is_seen():
+    """Steps after the end and padded dimensions have no weight in the loss. They are part of x_t, though, which a
+    network that mixes steps reads: so does OpenPI's π₀, whose action tokens attend to each other unmasked.
+    """
+    batch = make_batch()
+    inside = (batch["valid"][..., None] > 0) & (jnp.arange(DIM) < REAL)
+    other = jnp.where(inside, batch["actions"], batch["actions"] + 1)
+    draws = flow.draw(jax.random.key(0), jax.random.key(1), batch["actions"], DRAWS)
+    noise = jnp.zeros((SIZE, NUM, HORIZON, DIM))
+
+    def gradient(policy, actions):
+        agent = replace(make("awr"), policy=policy)
+        state = agent.init(jax.random.key(1))
+        part = ActorPart(
+            observation=Observation.from_dict(batch["observations"]),
+            actions=actions,
+            critic_actions=batch["critic_actions"],
+            valid=batch["valid"],
+            draws=draws,
+            candidate_noise=noise,
+        )
+        (loss, _), grads = jax.value_and_grad(agent.actor_loss, has_aux=True)(state.params["policy"], state, part)
+        return loss, grads
+
+    assert same(gradient(Stepwise(), batch["actions"]), gradient(Stepwise(), other))
+    assert largest_difference(gradient(POLICY, batch["actions"]), gradient(POLICY, other)) > 1e-3
+
+
+class Identity:
+    def low_dim(self, state, actions, prompts):
+        return {"state": state} if actions is None else {"state": state, "actions": actions}
+
+
+def test_the_loader_gives_the_critic_no_sign_of_an_end():
+    """Episodes alike but for their length: whether a chunk was cut cannot be told from the critic's, only from the
+    actor's copy, whose repeated last action gives it away.
+    """
+    rng = np.random.default_rng(0)
+    items = []
+    for length in rng.integers(2, 9, 60):
+        last = np.arange(length) == length - 1
+        items.append(
+            Episode(
+                task="go",
+                state=rng.normal(size=(length, STATE)).astype(np.float32),
+                actions=rng.normal(size=(length, DIM)).astype(np.float32),
+                rewards=last.astype(np.float32),
+                terminated=last,
+                truncated=np.zeros(length, bool),
+                success=True,
+            )
+        )
+    source = MemorySource(cameras=(), items=[(episode, {}) for episode in items])
+    config = DataConfig(prefetch=0, critic_horizon=4)
+    with ACRLPDDataLoader(source, Identity(), config=config, batch_size=600, horizon=6, discount=0.9) as loader:
+        batch = loader.sample_batch()
+    chunks, padded, valid = batch["critic_actions"], batch["actions"][:, :4], batch["valid"][:, :4] > 0
+    whole = valid.all(1)
+    assert 100 < whole.sum() < 500
+    np.testing.assert_array_equal(chunks[valid], padded[valid])
+    for first in (1, 2, 3):
+        cut = valid.sum(1) == first
+        # The tail is the same steps of a chunk that went on, of another sample.
+        lent = {chunk[first:].tobytes() for chunk in padded[whole]}
+        assert all(chunk[first:].tobytes() in lent for chunk in chunks[cut])
+        assert not any(chunk[first:].tobytes() in lent for chunk in padded[cut])
+    # Two probes of each step: how large the action is, how far it is from the one before.
+    for values, told in ((chunks, False), (padded, True)):
+        probes = np.stack([np.square(values).mean(-1)[:, 1:], np.square(np.diff(values, axis=1)).mean(-1)])
+        left, right = probes[:, ~whole], probes[:, whole]
+        z = (left.mean(1) - right.mean(1)) / np.sqrt(left.var(1) / len(left[0]) + right.var(1) / len(right[0]))
+        assert (np.abs(z).max() > 8) == told, z
+        assert (np.abs(z).max() > 4) == told, z

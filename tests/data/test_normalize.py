@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from golden_data import GOLDEN
 from pirl.data.normalize import (
     NormStats,
     RunningStats,
@@ -23,7 +24,6 @@ from pirl.data.stats import action_chunks, compute_norm_stats
 from pirl.errors import DataError
 from pirl.records import Episode
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "openpi"
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/norm_stats_source.npz"))
 
 

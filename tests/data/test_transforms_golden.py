@@ -2,18 +2,17 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from golden_data import TRANSFORMS as GOLDEN
 from pirl.data.normalize import NormStats, normalize
 from pirl.data.resize import letterbox
 from pirl.data.robots import Robot, aloha, droid, libero
 from pirl.data.tokenizer import tokenize_prompt
 from pirl.data.transforms import Transform
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "openpi" / "transforms"
 CASES = json.loads((GOLDEN / "transforms.json").read_text())
 ARRAYS = np.load(GOLDEN / "transforms.npz", allow_pickle=False)
 

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from golden_data import FAMILIES, GOLDEN
+from golden_data import FAMILIES, TRANSFORMS
 from pirl.errors import ConfigError
 from pirl.training.config import SGD, AdamW, ConstantSchedule, CosineSchedule, RsqrtSchedule
 from pirl.training.optim import make_optimizer, make_schedule
 
-RATES = json.loads((GOLDEN / "transforms" / "lr_schedules.json").read_text())
+RATES = json.loads((TRANSFORMS / "lr_schedules.json").read_text())
 PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.1, -0.1])}
 GRADS = {"w": jnp.array([[0.3, -4.0], [2.0, 0.0]]), "b": jnp.array([1.0, -1.0])}
 
