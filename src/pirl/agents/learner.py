@@ -68,26 +68,43 @@ def accumulated(
         return (total + value, jax.tree.map(jnp.add, grads, more)), aux
 
     zero = (jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
-    (value, grads), aux = jax.lax.scan(add, zero, _divided(batch, parts))
-    return value / parts, _whole(aux), jax.tree.map(lambda g: g / parts, grads)
+    (value, grads), aux = _scanned(add, zero, batch, parts)
+    return value / parts, aux, jax.tree.map(lambda g: g / parts, grads)
 
 
 def in_parts(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
     """The function of a batch, computed part by part; only what it returns is ever held whole."""
-    return function(batch) if parts == 1 else _whole(jax.lax.map(function, _divided(batch, parts)))
+    return function(batch) if parts == 1 else _scanned(lambda carry, part: (carry, function(part)), (), batch, parts)[1]
 
 
-def _divided(batch: Any, parts: int) -> Any:
+def _scanned(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, batch: Any, parts: int) -> tuple[Any, Any]:
+    """`jax.lax.scan` over the parts of a batch; what `body` returns for each part comes back as one batch.
+
+    Trees cross the scan as bare leaves: with an axis of parts in front they would not be what their types say.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+    returned: list[Any] = []
+
+    def step(carry: Any, part: list[Array]) -> tuple[Any, list[Array]]:
+        carry, out = body(carry, jax.tree.unflatten(structure, part))
+        out_leaves, out_structure = jax.tree.flatten(out)
+        returned.append(out_structure)
+        return carry, out_leaves
+
+    carry, stacked = jax.lax.scan(step, carry, [_divided(x, parts) for x in leaves])
+    return carry, jax.tree.unflatten(returned[-1], [_whole(x) for x in stacked])
+
+
+def _divided(x: Array, parts: int) -> Array:
     """Part m takes every `parts`-th sample, so that on several devices no sample has to move."""
-    size = jax.tree.leaves(batch)[0].shape[0]
-    if size % parts:
+    if len(x) % parts:
         raise ConfigError(
-            f"a batch of {size} does not split into {parts} equal parts",
+            f"a batch of {len(x)} does not split into {parts} equal parts",
             hint="choose an `accumulate` that divides the batch size",
         )
-    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(size // parts, parts, *x.shape[1:]), 0, 1), batch)
+    return jnp.swapaxes(x.reshape(len(x) // parts, parts, *x.shape[1:]), 0, 1)
 
 
-def _whole(divided: Any) -> Any:
+def _whole(divided: Array) -> Array:
     """The inverse of `_divided`."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), divided)
+    return jnp.swapaxes(divided, 0, 1).reshape(-1, *divided.shape[2:])

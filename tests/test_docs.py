@@ -1,0 +1,212 @@
+"""The documentation is true: its commands parse, its links lead somewhere, what it names exists, its examples run."""
+
+import dataclasses
+import importlib
+import os
+import re
+import shlex
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace, UnionType
+from typing import Any
+
+import pytest
+
+from pirl import recipes
+from pirl.cli import app
+from pirl.cli.inspect import policy_of
+from pirl.config import RLTrainConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+OPERATORS = set(";&|><()")
+METRIC = re.compile(r"(?:actor|critic|policy|data|time|memory)/\w+")
+
+
+def of_page(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [code for language, code in FENCE.findall(page.read_text()) if language in languages]
+
+
+def inline(page: Path) -> list[str]:
+    """What stands in backticks, outside of fenced blocks."""
+    return CODE.findall(FENCE.sub("", page.read_text()))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `pirl ...` in the page's shell blocks, and of lines that begin with it in plain ones."""
+    lines = [line for block in blocks(page, "bash", "sh") for line in block.replace("\\\n", " ").splitlines()]
+    lines += [line for block in blocks(page, "") for line in block.splitlines() if line.startswith("pirl ")]
+    for line in lines:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words = list(lexer)
+        start = next((i for i, word in enumerate(words) if re.fullmatch(r"(.*/bin/)?pirl", word)), len(words))
+        rest = words[start + 1 :]
+        end = next((i for i, word in enumerate(rest) if set(word) <= OPERATORS), len(rest))
+        if rest[:end]:
+            yield rest[:end]
+
+
+COMMANDS = {shlex.join(words): of_page(page) for page in PAGES for words in commands(page)}
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 40
+    assert {command.split()[0] for command in COMMANDS} == set(app.VERBS)
+
+
+def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command line is understood as it stands: verbs, flags, recipes and the settings' values."""
+    import pirl.training.loop
+    import pirl.training.plan
+
+    trained: list[RLTrainConfig] = []
+    monkeypatch.setattr(pirl.training.loop, "train", lambda config, **_: trained.append(config) or 0)
+    monkeypatch.setattr(pirl.training.plan, "plan", lambda *_, **__: SimpleNamespace(accumulate=None))
+    monkeypatch.chdir(tmp_path)
+    refused = []
+    for command, page in COMMANDS.items():
+        words = shlex.split(command)
+        for word in (word for word in words if word.endswith(".yaml")):
+            Path(word).unlink(missing_ok=True)
+            if words[:2] != ["recipes", "cp"]:  # which writes it itself
+                Path(word).write_text("recipe: acrlpd_libero\n")
+        if words[0] in ("train", "plan", "recipes"):
+            code = app.main(words)
+        else:
+            try:
+                args = app.build_parser(words).parse_args(words)
+                code = 0 if words[:2] != ["inspect", "recipe"] else int(policy_of(args.name) is None)
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+        if code:
+            refused.append(f"{page}: pirl {command}\n{capsys.readouterr().err}")
+    assert not refused, "\n".join(refused)
+    assert len(trained) > 10
+
+
+def test_commands_that_do_not_exist_are_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["train", "debug", "--agent.no-such-setting", "1"]) == 2
+    assert app.main(["eval", "checkpoints/debug/first"]) == 2
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as GitHub links to them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_links(page: Path) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            dead.append(target)
+    assert not dead
+
+
+def resolves(name: str) -> bool:
+    """Is `pirl.a.b.C.d` a module, or something in one?"""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            if part in getattr(found, "__dataclass_fields__", {}):
+                return True
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def settings(cls: Any = RLTrainConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted setting of a configuration, over all kinds a part may be of."""
+    for name, hint in typing.get_type_hints(cls).items():
+        yield prefix + name
+        for option in typing.get_args(hint) if isinstance(hint, UnionType) else (hint,):
+            if dataclasses.is_dataclass(option):
+                yield from settings(option, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_what_is_named_exists(page: Path) -> None:
+    known = set(settings())
+    parts = {name.partition(".")[0] for name in known if "." in name}
+    missing = []
+    for text in inline(page):
+        name = text.removesuffix("()")
+        if re.fullmatch(r"pirl(\.\w+)+", name):
+            missing += [] if resolves(name) else [text]
+        elif re.fullmatch(r"(src|tests|docs|benchmarks|examples)/[\w./-]*|[\w./-]+/[\w-]+\.py", text):
+            if not any((base / text).exists() for base in (ROOT, ROOT / "src", ROOT / "src/pirl")):
+                missing.append(text)
+        elif re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", text) and text.partition(".")[0] in parts:
+            missing += [] if text in known or text.endswith((".py", ".yaml", ".safetensors")) else [text]
+        for flag in re.findall(r"--([a-z0-9-]+(?:\.[a-z0-9-]+)+)", text):
+            setting = flag.replace("-", "_").removesuffix(".type").replace(".no_", ".")
+            missing += [] if setting in known else [text]
+    assert not missing
+
+
+def test_every_metric_is_explained() -> None:
+    """What the code logs and what the pages explain is the same."""
+    sources = [*(ROOT / "src/pirl/agents").glob("*.py"), *(ROOT / "src/pirl/training").glob("*.py")]
+    logged = {name for path in sources for name in re.findall(rf'"({METRIC.pattern})"', path.read_text())}
+    pages = [ROOT / "docs" / name for name in ("algorithms-acrlpd.md", "algorithms-bc.md", "training.md")]
+    explained = {name for page in pages for text in inline(page) for name in METRIC.findall(text) if name == text}
+    assert explained == logged
+
+
+def test_messages_are_those_of_the_code() -> None:
+    """Messages in the left column of the troubleshooting tables stand in the code, word for word."""
+    code = "".join(path.read_text() for path in (ROOT / "src/pirl").rglob("*.py"))
+    put_together = {"unknown recipe", "unknown setting"}
+    foreign = {"Unrecognized options", "RESOURCE_EXHAUSTED", "first_batch.png", "time/stall_fraction"}
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = {text for row in rows for text in CODE.findall(row)} - foreign - put_together
+    assert len(quoted) > 40
+    assert not sorted(text for text in quoted if text not in code)
+
+
+EXAMPLES = blocks(ROOT / "docs/extending.md", "python")
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_examples_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(EXAMPLES[number], f"docs/extending.md, example {number}", "exec"), {"__name__": "example"})
+
+
+def test_other_examples_are_python() -> None:
+    """Examples that need files of the reader's are compiled, and what they import is there."""
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            compile(code, of_page(page), "exec")
+            imports = [line for line in code.splitlines() if re.match(r"(from|import) ", line)]
+            exec("\n".join(imports), {})
+
+
+def test_no_page_names_a_machine() -> None:
+    for page in PAGES:
+        assert not re.search(r"(?<![\w.])/(root|work|tmp)/", page.read_text()), of_page(page)
+    assert os.environ.get("HOME", "/nowhere") not in (ROOT / "docs/install.md").read_text()
+
+
+def test_recipes_are_all_documented() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    assert not [name for name in recipes.list_configs() if name not in text]
