@@ -30,8 +30,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix src tests benchmarks
 	$(BIN)/ruff format src tests benchmarks
 
+# Two workers: compiling is most of the time and hardly parallel. A file stays with one worker, and so do its fixtures.
+WORKERS ?= 2
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 	@echo "make test: lint, types, import contracts and tests all passed"
 
 bench: $(STAMP)

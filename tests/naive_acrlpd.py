@@ -1,4 +1,4 @@
-"""One ACRLPD update in NumPy: float64, a loop over samples, gradients by differences. No code of pirl's agents.
+"""One ACRLPD update in NumPy: float64, gradients by differences. No code of pirl's agents.
 
 The policy is an MLPFlow, the critic an MLPCritic, both optimizers are plain gradient descent.
 """
@@ -62,8 +62,8 @@ def gelu(x):
 
 
 def velocity(policy: Tree, state, x, t):
-    """dx/dt for one state, one noisy chunk [H, A] and one time."""
-    h = np.concatenate([state, x.ravel(), [t]])
+    """dx/dt of one noisy chunk [H, A] per state; any axes may be in front of all three."""
+    h = np.concatenate([state, x.reshape(*x.shape[:-2], -1), t[..., None]], axis=-1)
     for i in range(len(policy)):
         h = h @ policy[f"dense_{i}"]["kernel"] + policy[f"dense_{i}"]["bias"]
         if i < len(policy) - 1:
@@ -72,28 +72,27 @@ def velocity(policy: Tree, state, x, t):
 
 
 def sample(policy: Tree, state, noise, steps: int):
-    """From noise at t = 1 to a chunk at t = 0."""
+    """From noise at t = 1 to a chunk at t = 0, one per state."""
     x = noise
     for i in range(steps):
-        x = x - velocity(policy, state, x, 1 - i / steps) / steps
+        x = x - velocity(policy, state, x, np.full(x.shape[:-2], 1 - i / steps)) / steps
     return x
 
 
 def outputs(s: Settings, critic: Tree, state, chunk):
-    """What each member predicts for one chunk: [E] or [E, bins]."""
-    chunk = np.clip(chunk[: s.critic_horizon, : s.real_dims], -s.action_clip, s.action_clip).ravel()
+    """What each member predicts for one chunk per state: [E, ...] or [E, ..., bins]."""
+    chunk = np.clip(chunk[..., : s.critic_horizon, : s.real_dims], -s.action_clip, s.action_clip)
     found = []
     for member in range(len(critic["head"]["bias"])):
-        h, i = np.concatenate([state[: s.critic_state_dim], chunk]), 0
+        h, i = np.concatenate([state[..., : s.critic_state_dim], chunk.reshape(*chunk.shape[:-2], -1)], axis=-1), 0
         while f"layer_{i}" in critic:
             layer = {name: x[member] for name, x in critic[f"layer_{i}"].items()}
             matrix = np.concatenate([layer["state"], layer["action"]]) if i == 0 else layer["hidden"]
             h = gelu(h @ matrix + layer["bias"])
-            h = (h - h.mean()) / np.sqrt(h.var() + 1e-6) * layer["scale"] + layer["offset"]
-            i += 1
+            h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6)
+            h, i = h * layer["scale"] + layer["offset"], i + 1
         found.append(h @ critic["head"]["kernel"][member] + critic["head"]["bias"][member])
-    found = np.array(found)
-    return found if s.loss == "hl_gauss" else found[:, 0]
+    return np.array(found) if s.loss == "hl_gauss" else np.array(found)[..., 0]
 
 
 def margin(s: Settings) -> int:
@@ -106,7 +105,7 @@ def edges(s: Settings):
 
 
 def members(s: Settings, critic: Tree, state, chunk):
-    """Each member's value of one chunk: [E]."""
+    """Each member's value of one chunk per state: [E, ...]."""
     out = outputs(s, critic, state, chunk)
     if s.loss != "hl_gauss":
         return out
@@ -116,15 +115,15 @@ def members(s: Settings, critic: Tree, state, chunk):
 
 
 def error(s: Settings, out, y):
-    """Each member's loss on one sample: [E]."""
+    """Each member's loss on each sample: [E, B]."""
     if s.loss == "mse":
         return (out - y) ** 2
     if s.loss == "huber":
         e, d = np.abs(out - y), s.huber_delta
         return np.where(e <= d, e**2 / 2, d * (e - d / 2))
     borders, width = edges(s)
-    cdf = np.array([0.5 * (1 + erf((b - y) / (s.sigma_ratio * width * sqrt(2)))) for b in borders])
-    p = np.diff(cdf) / (cdf[-1] - cdf[0])
+    cdf = np.array([[0.5 * (1 + erf((b - one) / (s.sigma_ratio * width * sqrt(2)))) for b in borders] for one in y])
+    p = np.diff(cdf) / (cdf[:, -1:] - cdf[:, :1])
     shifted = out - out.max(-1, keepdims=True)
     return -(p * (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))).sum(-1)
 
@@ -193,25 +192,26 @@ def target(s: Settings, online: Tree, slow: Tree, candidates, batch: Tree, pair,
 
 def critic_loss(s: Settings, critic: Tree, candidates, batch: Tree, y):
     """(loss without Cal-QL, Cal-QL's penalty), each a mean over members and samples that count."""
-    losses, penalties = [], []
-    for b in np.flatnonzero(batch["sequence_mask"]):
-        state, chunk = batch["observations"]["state"][b], batch["critic_actions"][b]
-        losses.append(error(s, outputs(s, critic, state, chunk), y[b]))
-        if s.calql_weight:
-            floor = -np.inf if np.isnan(batch["mc_return"][b]) else batch["mc_return"][b]
-            pushed = np.array([np.maximum(members(s, critic, state, other), floor) for other in candidates[b]])
-            penalties.append(np.log(np.exp(pushed).mean(0)) - members(s, critic, state, chunk))
-    return (np.mean(losses) if losses else 0.0), (np.mean(penalties) if penalties else 0.0)
+    counted = batch["sequence_mask"] > 0
+    state, chunk = batch["observations"]["state"][counted], batch["critic_actions"][counted]
+    loss, penalty = error(s, outputs(s, critic, state, chunk), y[counted]).mean(), 0.0
+    if s.calql_weight:
+        floor = np.where(np.isnan(batch["mc_return"]), -np.inf, batch["mc_return"])[counted]
+        pushed = [
+            np.maximum(members(s, critic, state, candidates[counted, n]), floor) for n in range(len(candidates[0]))
+        ]
+        penalty = (np.log(np.exp(pushed).mean(0)) - members(s, critic, state, chunk)).mean()
+    return loss, penalty
 
 
-def flow_loss(s: Settings, policy: Tree, state, chunk, valid, noise, times):
-    """Mean over draws, valid steps and real dimensions, for one sample."""
-    total = 0.0
-    for eps, t in zip(noise, times, strict=True):
-        v = velocity(policy, state, t * eps + (1 - t) * chunk, t)
-        squared = ((v - (eps - chunk)) ** 2)[:, : s.real_dims]
-        total += sum(row.mean() for row, counts in zip(squared, valid, strict=True) if counts) / max(sum(valid), 1)
-    return total / len(times)
+def flow_losses(s: Settings, policy: Tree, state, chunks, valid, noise, times):
+    """Mean over draws, valid steps and real dimensions, for each sample."""
+    per_step = np.zeros(valid.shape)
+    for d in range(times.shape[1]):
+        eps, t = noise[:, d], times[:, d, None, None]
+        v = velocity(policy, state, t * eps + (1 - t) * chunks, times[:, d])
+        per_step += ((v - (eps - chunks)) ** 2)[..., : s.real_dims].mean(-1) / times.shape[1]
+    return np.array([row[counts > 0].sum() / max(counts.sum(), 1) for row, counts in zip(per_step, valid, strict=True)])
 
 
 def fitted_beta(advantage, target_ess: float, cap: float) -> float:
@@ -236,14 +236,14 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     policy, critic = state["policy"], state["critic"]
     # Candidates at s come from the policy itself, at s' from its average; for distillation both from the fixed one.
     at_s, ahead = (state["fixed"],) * 2 if s.actor == "distill" else (policy, state["ema_policy"])
-    candidates = [[sample(at_s, here[b], n, s.flow_steps) for n in draws.here[b]] for b in range(size)]
-    successors = [
-        [sample(ahead, batch["next_observations"]["state"][b], n, s.flow_steps) for n in draws.there[b]]
-        for b in range(size)
-    ]
+    there = batch["next_observations"]["state"]
+    candidates, successors = (
+        np.stack([sample(policy, state, noise[:, n], s.flow_steps) for n in range(noise.shape[1])], axis=1)
+        for policy, state, noise in ((at_s, here, draws.here), (ahead, there, draws.there))
+    )
 
     # The actor
-    of_data = np.array([members(s, critic, here[b], batch["critic_actions"][b]).mean() for b in range(size)])
+    of_data = members(s, critic, here, batch["critic_actions"]).mean(0)
     of_candidates = np.array([[members(s, critic, here[b], c).mean() for c in candidates[b]] for b in range(size)])
     advantage = of_data - of_candidates.mean(1)
     raw = np.array([min(exp(a / state["beta"]), s.weight_cap) for a in advantage])
@@ -252,12 +252,10 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     weight = raw
     if s.actor == "awr":
         weight = np.ones(size) if warming else s.bc_loss_weight + (1 - s.bc_loss_weight) * raw / state["mean_weight"]
-    best = [candidates[b][int(np.argmax(of_candidates[b]))] for b in range(size)]
+    best = np.array([candidates[b, np.argmax(of_candidates[b])] for b in range(size)])
 
     def losses(policy: Tree, chunks, valid):
-        return np.array(
-            [flow_loss(s, policy, here[b], chunks[b], valid[b], draws.noise[b], draws.time[b]) for b in range(size)]
-        )
+        return flow_losses(s, policy, here, chunks, valid, draws.noise, draws.time)
 
     def actor_loss(policy: Tree) -> float:
         imitation = losses(policy, batch["actions"], batch["valid"])
@@ -282,7 +280,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
 
         loss, penalty = critic_loss(s, new_critic, candidates, batch, y)
         info["critic_losses"].append(both(new_critic))
-        data = [members(s, new_critic, here[b], batch["critic_actions"][b]) for b in range(size)]
+        data = members(s, new_critic, here, batch["critic_actions"])
         grads = gradient(both, new_critic)
         new_critic = mapped(lambda x, g: x - s.critic_rate * g, new_critic, grads)
         slow = mapped(lambda old, new: (1 - s.tau) * old + s.tau * new, slow, new_critic)
@@ -290,11 +288,10 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     # What adapts
     beta = np.clip(fitted_beta(advantage, s.target_ess, s.weight_cap), 1e-4 * (s.high - s.low), s.high - s.low)
     known = np.isfinite(batch["mc_return"])
-    drift = []
-    for b in range(size):
-        for eps, t in zip(draws.noise[b], draws.time[b], strict=True):
-            x_t = t * eps + (1 - t) * batch["actions"][b]
-            drift.append(velocity(policy, here[b], x_t, t) - velocity(state["ema_policy"], here[b], x_t, t))
+    t = draws.time[..., None, None]
+    x_t = t * draws.noise + (1 - t) * batch["actions"][:, None]
+    states = np.broadcast_to(here[:, None], (*draws.time.shape, here.shape[1]))
+    drift = velocity(policy, states, x_t, draws.time) - velocity(state["ema_policy"], states, x_t, draws.time)
     metrics = {
         "actor/loss": actor_loss(policy),
         "actor/grad_norm": norm(policy_gradient),
@@ -306,8 +303,8 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         "critic/loss": loss,
         "critic/grad_norm": norm(grads),
         "critic/y": y.mean(),
-        "critic/q_mean": np.mean(data),
-        "critic/q_std": np.std(data, axis=0).mean(),
+        "critic/q_mean": data.mean(),
+        "critic/q_std": data.std(1).mean(),
         "critic/candidate_gain": (of_candidates.max(1) - of_candidates.mean(1)).mean(),
         "critic/mc_gap": (of_data - batch["mc_return"])[known].mean(),
         "critic/mc_correlation": np.corrcoef(of_data[known], batch["mc_return"][known])[0, 1],

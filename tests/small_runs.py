@@ -83,8 +83,9 @@ def position_of(config: RLTrainConfig) -> dict[str, Any]:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without clocks and memory: what the run alone decides."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """metrics.jsonl without clocks and memory: what the run alone decides. Empty before the first record."""
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [
         {"step": line["step"], "values": {name: x for name, x in line["values"].items() if _decided(name)}}
         for line in lines

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -233,25 +232,30 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(tmp_path: Path, capsys:
 # What goes wrong.
 
 
-@pytest.mark.parametrize(
-    ("log_interval", "noticed"), [(100, 6), (3, 6), (5, 5)], ids=["at a checkpoint", "at both", "at a record"]
-)
+def poison(patch: pytest.MonkeyPatch, *, step: int) -> None:
+    """From now on batch number `step` of a run has a NaN among its actions."""
+    sample_batch = ACRLPDDataLoader.sample_batch
+
+    def poisoned(loader: ACRLPDDataLoader) -> Any:
+        batch = sample_batch(loader)
+        if loader.step == step:
+            actions = np.array(batch["actions"])
+            actions[0, 0, 0] = np.nan
+            batch["actions"] = jax.device_put(actions, batch["actions"].sharding)
+        return batch
+
+    patch.setattr(ACRLPDDataLoader, "sample_batch", poisoned)
+
+
+@pytest.mark.parametrize(("log_interval", "noticed"), [(100, 6), (5, 5)], ids=["at a checkpoint", "at a record"])
 def test_a_diverged_run_stops_and_keeps_its_last_good_checkpoint(
     log_interval: int, noticed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints every second step, a NaN at the fifth: the fourth stays, and a clean run goes on from it."""
     config = small_run(tmp_path, BC, num_train_steps=8, log_interval=log_interval)
     config = replace(config, checkpoint=replace(config.checkpoint, save_interval=2, keep_last=1))
-    sample_batch = ACRLPDDataLoader.sample_batch
-
-    def poisoned(loader: ACRLPDDataLoader) -> Any:
-        batch = sample_batch(loader)
-        if loader.step == 5:
-            batch["actions"] = jnp.asarray(batch["actions"]).at[0, 0, 0].set(jnp.nan)
-        return batch
-
     with monkeypatch.context() as patch:
-        patch.setattr(ACRLPDDataLoader, "sample_batch", poisoned)
+        poison(patch, step=5)
         with pytest.raises(DivergedError, match=rf"diverged: at step {noticed} .*policy/loss = nan") as raised:
             loop.train(config)
     assert "go on from the last checkpoint" in raised.value.hint
@@ -262,6 +266,16 @@ def test_a_diverged_run_stops_and_keeps_its_last_good_checkpoint(
     assert loop.train(clean) == 0
     assert_same_bits(restored(config), restored(clean))
     assert records(config.run_dir) == records(clean.run_dir)
+
+
+def test_the_operation_that_made_a_nan_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --debug-nans: at once, not at the next record, and only as long as the run lasts."""
+    poison(monkeypatch, step=2)
+    config = small_run(tmp_path, BC, num_train_steps=4, log_interval=100, debug_nans=True)
+    with pytest.raises(FloatingPointError, match="nan"):
+        loop.train(config)
+    assert steps_of(config) == []
+    assert not jax.config.jax_debug_nans
 
 
 def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:

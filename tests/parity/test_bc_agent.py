@@ -1,7 +1,7 @@
 """The BC agent is OpenPI's training step: three updates from the golden weights, out of OpenPI's key alone.
 
 Noise and time are drawn inside the compiled step, as OpenPI does, so an ulp of the time may differ; the shortest period
-of its embedding multiplies that by 1571. Hence FROM_RNG on losses (measured: 5e-6), not the bound for given noise.
+of its embedding multiplies that by 1571. Hence FROM_RNG on losses (measured: 7e-6), not the bound for given noise.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from golden_data import FROM_RNG, NOISE_GRADIENTS, WEIGHTS_AFTER_3_STEPS, Family
+from golden_data import FROM_RNG, NOISE_GRADIENTS, Family
 from pirl.agents.bc import BC
 from pirl.agents.config import BCConfig
 from pirl.agents.learner import Learner
@@ -20,21 +20,21 @@ from pirl.models.pi0 import Pi0
 from pirl.training.config import AdamW, CosineSchedule
 from pirl.training.optim import make_optimizer, make_schedule
 
+# Weights after three steps, the last of a learning rate of 1e-3: an ulp of the time in a gradient that is nearly zero
+# is a share of a step to Adam. Measured: 2e-5, on pi05_asym's position embedding; everywhere else below 4e-6.
+WEIGHTS = dict(rtol=0, atol=5e-5)
+
 
 def make_agent(family: Family, golden: dict) -> BC:
     # What is recomputed changes no number (tests/models/test_pi0.py), only the time to compile.
     config = replace(family.config, remat="none")
-    mask = freeze.trainable_mask(pi0.param_shapes(config), config)
-    return BC(
-        policy=Pi0(config),
-        config=BCConfig(augment=False, ema_decay=golden["ema_decay"]),
-        learner=Learner(
-            tx=make_optimizer(AdamW(**golden["optimizer"]), make_schedule(CosineSchedule(**golden["lr_schedule"]))),
-            mask=mask if golden["ema_decay"] is None else None,
-            ema_decay=golden["ema_decay"],
-        ),
-        real_action_dim=config.action_dim,
+    learner = Learner(
+        tx=make_optimizer(AdamW(**golden["optimizer"]), make_schedule(CosineSchedule(**golden["lr_schedule"]))),
+        mask=freeze.trainable_mask(pi0.param_shapes(config), config),
+        ema_decay=golden["ema_decay"],
     )
+    agent = BCConfig(augment=False, ema_decay=golden["ema_decay"])
+    return BC(policy=Pi0(config), config=agent, learner=learner, real_action_dim=config.action_dim)
 
 
 def golden_batch(family: Family) -> dict:
@@ -58,27 +58,25 @@ def test_three_updates(family: Family):
     agent, batch = make_agent(family, golden), golden_batch(family)
     state = agent.init(jax.random.key(0), jax.tree.map(jnp.asarray, family.params))
     train_key = jax.random.wrap_key_data(jnp.asarray(arrays["train_rng_key_data"]))
-    update = jax.jit(lambda state: agent.update(state, batch, jax.random.fold_in(train_key, state.step)))
-    import time
+    update = jax.jit(lambda state, batch: agent.update(state, batch, jax.random.fold_in(train_key, state.step)))
     for expected in golden["steps"]:
-        t = time.time()
-        state, metrics = update(state)
-        jax.block_until_ready(state)
-        print(time.time() - t, float(metrics["policy/loss"]) - expected["loss"], float(metrics["policy/grad_norm"]) / expected["grad_norm"] - 1)
+        state, metrics = update(state, batch)
+        np.testing.assert_allclose(metrics["policy/loss"], expected["loss"], **FROM_RNG)
+        np.testing.assert_allclose(metrics["policy/grad_norm"], expected["grad_norm"], rtol=1e-4)
         assert int(state.step) == expected["step_after"]
+
     params = flatten(state.params["policy"])
-    worst = {}
-    for path, x in arrays.items():
-        if path.startswith("final/"):
-            path = path.removeprefix("final/")
-            worst[path] = np.abs(np.asarray(params[path], np.float32) - x).max()
-    print(sorted(worst.items(), key=lambda kv: -kv[1])[:4])
-    trees = {"params": params}
-    if state.ema: trees["ema_params"] = flatten(state.ema["policy"])
+    stored = {path.removeprefix("final/"): x for path, x in arrays.items() if path.startswith("final/")}
+    assert stored
+    for path, expected in stored.items():
+        if not path.endswith(NOISE_GRADIENTS):
+            np.testing.assert_allclose(np.asarray(params[path], np.float32), expected, err_msg=path, **WEIGHTS)
+    assert bool(state.ema) == (golden["ema_decay"] is not None)
+    trees = {"params": params} | ({"ema_params": flatten(state.ema["policy"])} if state.ema else {})
     for name, ours in trees.items():
-        w = {}
-        for path, e in golden[name].items():
-            l2 = np.sqrt(np.square(np.asarray(ours[path], np.float64)).sum())
-            w[path] = abs(l2 - e["l2"]) / max(e["l2"], 1e-9)
-            assert str(ours[path].dtype) == e["dtype"], path
-        print(name, sorted(w.items(), key=lambda kv: -kv[1])[:3])
+        assert set(ours) == set(golden[name])
+        for path, expected in golden[name].items():
+            assert str(ours[path].dtype) == expected["dtype"], path
+            if not path.endswith(NOISE_GRADIENTS):
+                l2 = np.sqrt(np.square(np.asarray(ours[path], np.float64)).sum())
+                np.testing.assert_allclose(l2, expected["l2"], rtol=1e-5, atol=1e-6, err_msg=f"{name}: {path}")

@@ -36,13 +36,12 @@ Update = Callable[[TrainState, Any, jax.Array], tuple[TrainState, dict[str, jax.
 def train(config: RLTrainConfig, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False) -> int:
     """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint."""
     distributed.initialize()
-    jax.config.update("jax_debug_nans", config.debug_nans)
     mesh = make_mesh(config.mesh.fsdp)
     check_batch(config.batch_size, mesh)
     agent, transform = build_agent(config), build_transform(config)
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
-    with build_loader(config, transform, mesh) as loader:
+    with jax.debug_nans(config.debug_nans), build_loader(config, transform, mesh) as loader:
         update = compile_update(agent, mesh, shapes)
         if dry_run:
             describe_run(config, mesh, shapes, update, loader)
