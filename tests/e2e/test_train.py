@@ -24,7 +24,7 @@ from pirl.errors import CheckpointError, PirlError, PirlWarning
 from pirl.models.params import flatten
 from pirl.models.weights import load_openpi
 from pirl.training import loop
-from pirl.training.build import build_agent, build_transform
+from pirl.training.build import asset_id, build_agent, build_transform
 from pirl.training.config import SGD, ConstantSchedule
 from pirl.training.metrics import DivergedError
 from small_runs import assert_same_bits, compiled_once, position_of, records, restored, small_run, steps_of
@@ -46,6 +46,7 @@ def shallow(folder: Path) -> RLTrainConfig:
     return replace(
         recipe,
         model=replace(model, **once),
+        data=replace(recipe.data, asset_id="me/dots"),
         agent=ACRLPDConfig(discount=0.9, num_action_samples=2, flow_steps=2, policy_ema_decay=0.9),
         checkpoint=replace(recipe.checkpoint, base_dir=str(folder), save_interval=3, keep_last=9),
         batch_size=4,
@@ -117,7 +118,7 @@ def test_metrics_and_learning_rates(finished: Finished) -> None:
 
 
 def test_the_checkpoint_is_openpis(finished: Finished) -> None:
-    """params under `value`, statistics under their robot's name; the weights are those one acts with."""
+    """params under `value`, statistics under their name; the weights are those one acts with."""
     state, step = restored(finished.config), finished.step
     stored = json.loads((step / "params" / "_METADATA").read_text())["tree_metadata"]
     names = {eval_path(name) for name in stored}
@@ -126,12 +127,24 @@ def test_the_checkpoint_is_openpis(finished: Finished) -> None:
     assert_same_bits(load_openpi(step), state.ema["policy"])
     raw, averaged = (jax.tree.leaves(part["policy"]) for part in (state.params, state.ema))
     assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(raw, averaged, strict=True))
-    stats, own = load_norm_stats(step / "assets" / "synthetic"), build_transform(finished.config).norm_stats
+    stats, own = load_norm_stats(step / "assets" / "me" / "dots"), build_transform(finished.config).norm_stats
     assert own is not None
     assert set(stats) == set(own) == {"state", "actions"}
     for name, numbers in stats.items():
         np.testing.assert_array_equal(numbers.mean, own[name].mean)
         np.testing.assert_array_equal(numbers.std, own[name].std)
+
+
+def test_statistics_go_by_the_name_of_the_data() -> None:
+    """As in OpenPI: the name that is given, else the dataset's; so a checkpoint's are found where they are looked for."""
+    config = recipes.get_config("debug_bc")
+    for given, repo_ids, expected in (
+        ("me/dots", ("synthetic",), "me/dots"),
+        (None, ("lerobot/pusht", "lerobot/other"), "lerobot/pusht"),
+        (None, ("recordings/of/cubes",), "cubes"),
+        (None, (), "synthetic"),  # none: the robot's
+    ):
+        assert asset_id(replace(config, data=replace(config.data, asset_id=given, repo_ids=repo_ids))) == expected
 
 
 def eval_path(name: str) -> tuple[str, ...]:
@@ -146,11 +159,11 @@ def test_checkpoints_are_inspected_and_exported(
     shown = capsys.readouterr().out
     state = restored(finished.config)
     assert f"{sum(leaf.size for leaf in jax.tree.leaves(state.policy)):,}" in shown
-    assert "synthetic" in shown
+    assert "me/dots" in shown
     assert app.main(["export", "openpi", str(finished.step), "--out", str(tmp_path / "out")]) == 0
     assert_same_bits(load_openpi(tmp_path / "out"), state.policy)
     assert not (tmp_path / "out" / "train_state").exists()
-    assert (tmp_path / "out" / "assets" / "synthetic" / "norm_stats.json").is_file()
+    assert (tmp_path / "out" / "assets" / "me" / "dots" / "norm_stats.json").is_file()
 
 
 # Running it again.
