@@ -136,7 +136,7 @@ def test_the_checkpoint_is_openpis(finished: Finished) -> None:
 
 
 def test_statistics_go_by_the_name_of_the_data() -> None:
-    """As in OpenPI: the name that is given, else the dataset's; so a checkpoint's are found where they are looked for."""
+    """As in OpenPI: the name that is given, else the dataset's; a run looks for them there and leaves them there."""
     config = recipes.get_config("debug_bc")
     for given, repo_ids, expected in (
         ("me/dots", ("synthetic",), "me/dots"),
@@ -291,6 +291,7 @@ def test_the_operation_that_made_a_nan_is_found(tmp_path: Path, monkeypatch: pyt
     assert not jax.config.jax_debug_nans
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
     """The metrics of a step are those before its update, and still fine; what they say counts for nothing."""
     config = small_run(tmp_path, BC, log_interval=1, policy_optimizer=SGD(), policy_schedule=ConstantSchedule(lr=1e39))

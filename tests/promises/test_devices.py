@@ -240,7 +240,7 @@ def test_all_processes_stop_after_the_same_step(runs: Runs) -> None:
     """A signal to one of them ends the run for all, with one checkpoint."""
     assert [report["stopped"] for report in (*runs.eight.reports, *runs.two.reports)] == [130, 130, 130]
     (step,) = steps_of(runs.two.configs["small"])
-    assert 1 <= step < 20
+    assert 1 <= step < 100  # of a thousand
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(runs: Runs) -> None:
