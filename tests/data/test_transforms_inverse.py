@@ -164,6 +164,7 @@ def test_robots_have_openpis_dimensions() -> None:
         "libero_delta": (8, 7, 6),
         "droid": (8, 8, 0),
         "droid_joint_position": (8, 8, 7),
+        "synthetic": (2, 2, 0),  # ours, not OpenPI's
     }
 
 
