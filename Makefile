@@ -1,7 +1,7 @@
 # make test     everything CI runs: lint, types, import contracts, tests (installs into .venv first)
 # make lint     ruff, mypy and import-linter only
 # make bench    speed, on this machine
-# make demo     the two-minute tour (not there yet)
+# make demo     the tour of everything (not there yet)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -40,7 +40,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/data.py
 
 demo:
-	@echo "make demo is not built yet: it comes with the tabletop environment and the training loop." >&2
+	@echo "make demo is not built yet: it needs environments and rollouts, which are not there either." >&2
 	@exit 1
 
 clean:
