@@ -28,6 +28,10 @@ class DataError(PirlError):
     """A dataset that cannot be read or does not hold what it says; names the file and the episode."""
 
 
+class EnvError(PirlError):
+    """An environment that cannot be made, misbehaves, or is asked for something it does not have."""
+
+
 class MissingExtraError(PirlError):
     """An optional dependency that is needed now."""
 

@@ -102,3 +102,31 @@ class ChunkBatch(TypedDict, total=False):
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
     """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
+
+
+@dataclass(frozen=True, order=True)
+class Context:
+    """Where an episode of an environment starts. The same context, the same first state, exactly."""
+
+    task: str
+    """Which of the environment's tasks."""
+    init: int
+    """Which of the task's initial states: a seed, or an index where their number is limited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One episode a policy (or a scripted expert) acted out."""
+
+    context: Context
+    """Where it started."""
+    number: int
+    """Which episode of the collection it is; with the collection's seed this decides the policy's noise."""
+    episode: Episode
+    """What happened, in the robot's units; `intended` holds the policy's chunks."""
+    starts: Int[Array, "k"]
+    """The steps at which the policy looked and planned."""
+    frames: Mapping[str, UInt8[Array, "n h w 3"]]
+    """The environment's pictures by their observation keys, at the steps in `frame_steps`."""
+    frame_steps: Int[Array, "n"]
+    """The steps there are pictures of: all of them, or those in `starts`."""

@@ -1,0 +1,139 @@
+"""Which environment, and how it is set up: one dataclass per simulator. No simulator is imported here."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pirl.errors import ConfigError
+
+TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
+"""`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks, zones that
+move. `stitch`: block and zone are chosen apart, and demonstrations rarely get both right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TabletopConfig:
+    """The embedded tabletop (`envs.tabletop`): NumPy only, thousands of steps per second with pictures."""
+
+    level: TabletopLevel = "easy"
+    """How hard it is."""
+    image_size: int = 24
+    """Height and width of the pictures."""
+    wrist_camera: bool = False
+    """Also render a camera that moves with the gripper."""
+    max_steps: int | None = None
+    """Steps of an episode; None: the level's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlohaConfig:
+    """gym-aloha's bimanual tasks (extra `aloha`)."""
+
+    task: Literal["transfer", "insertion"] = "transfer"
+    """Hand a cube from arm to arm, or insert a peg into a socket."""
+    cameras: tuple[str, ...] = ("top",)
+    """Of top, angle, front_close, left_pillar, right_pillar; `top` is OpenPI's cam_high."""
+    render_size: tuple[int, int] = (168, 224)
+    """Height and width of the pictures. 480x640 is gym-aloha's own; 168x224 has its proportions and costs less."""
+    fast_render: bool = False
+    """No shadows, reflections or multisampling: ten times faster, but not what released checkpoints were trained on."""
+    max_steps: int = 300
+    """Steps of an episode, as in OpenPI's evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OGBenchConfig:
+    """OGBench's manipulation tasks (extra `ogbench`)."""
+
+    task: str = "cube-single-play-singletask-task1-v0"
+    """Name of the environment, as in OGBench; `visual-` in front gives pictures."""
+    sparse: bool = False
+    """Reward -1 until everything is solved, instead of minus the number of unsolved parts."""
+    render_size: int = 64
+    """Height and width of the pictures of visual tasks."""
+    fast_render: bool = True
+    """No shadows, reflections or multisampling: fifteen times faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiberoConfig:
+    """LIBERO, with OpenPI's conventions (extra `libero`, and LIBERO's assets)."""
+
+    suite: Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"] = "libero_goal"
+    """Which tasks."""
+    task_ids: tuple[int, ...] | None = None
+    """Of the suite's tasks, only these; None: all."""
+    assets: str | None = None
+    """Folder of LIBERO's assets; None: those the package has, or LIBERO's own setting."""
+    render_size: int = 256
+    """Height and width that are rendered; OpenPI's evaluation renders 256."""
+    fast_render: bool = False
+    """No shadows, reflections or multisampling: three times faster, but not what released checkpoints were trained
+    on."""
+    wait_steps: int = 10
+    """Steps to let objects settle before the episode counts."""
+    max_steps: int | None = None
+    """Steps of an episode; None: the suite's, as in OpenPI's evaluation."""
+    seed: int = 7
+    """Seed of the simulator, which places fixtures; 7 as in OpenPI's evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymConfig:
+    """Any gymnasium environment, brought to the contract by `envs.gym`."""
+
+    id: str
+    """The registered name; `module:name` imports the module first."""
+    robot: str
+    """Whose observations these are: an entry of `data.robots`."""
+    prompt: str = ""
+    """The instruction; the environment's own observation `prompt` goes first."""
+    observation_keys: dict[str, str] | None = None
+    """Where the robot's keys are found in the environment's observation, such as {"state": "agent_pos"}."""
+    success_key: str = "is_success"
+    """The entry of `info` that says whether the task is solved."""
+    max_steps: int | None = None
+    """Steps of an episode; None: the limit the environment is registered with."""
+    fps: int = 10
+    """Control steps per second, for videos."""
+
+
+EnvConfig = TabletopConfig | AlohaConfig | OGBenchConfig | LiberoConfig | GymConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How episodes are collected."""
+
+    backend: Literal["local", "process", "ray"] = "local"
+    """Where environments run: in this process, in processes of this machine, or on a Ray cluster."""
+    num_envs: int = 16
+    """Environments stepped together: the batch the policy sees."""
+    num_workers: int = 2
+    """Processes or Ray actors they are spread over."""
+    worker_timeout: float = 120.0
+    """Seconds a worker may take for one chunk before it counts as hanging and is restarted."""
+    retries: int = 2
+    """How often an episode is repeated that was lost with its worker, before it is given up."""
+    execute: int | None = None
+    """Steps of each chunk that are executed before the policy looks again; None: `data.critic_horizon`."""
+    best_of: int = 1
+    """Candidates of which the critic picks one; 1 is plain sampling."""
+    flow_steps: int = 10
+    """Euler steps per chunk."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance, for policies trained with `loss = cfg`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_envs", "num_workers", "best_of", "flow_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name} is {getattr(self, name)}", hint="it is at least 1")
+        if self.backend != "local" and self.num_envs < self.num_workers:
+            raise ConfigError(
+                f"rollout: {self.num_envs} environments for {self.num_workers} workers",
+                hint="give every worker at least one",
+            )
+        if not self.worker_timeout > 0 or self.retries < 0 or (self.execute is not None and self.execute < 1):
+            raise ConfigError(
+                f"rollout: worker_timeout {self.worker_timeout}, retries {self.retries}, execute {self.execute}",
+                hint="a positive time, no negative number of retries, at least one executed step",
+            )

@@ -1,0 +1,169 @@
+"""The contract of an environment, one by one and many at a time.
+
+A `RobotEnv` is a `gymnasium.Env` that knows its tasks, starts exactly where a `Context` says, and separates acting
+from looking: pictures cost most of a simulator's time, and a policy that executes a chunk looks only at its end.
+
+An `EnvBatch` is what rollouts step: several environments in one process. It is not gymnasium's vector API, which
+renders after every step, steps all or none, and loses all environments when one worker dies. Nothing resets by
+itself (gymnasium's `AutoresetMode.DISABLED`): an episode that ended stays ended until its slot is given a context.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import gymnasium
+import numpy as np
+from jaxtyping import Bool, Float
+
+from pirl.errors import EnvError
+from pirl.records import Array, Context
+
+RawObservation = Mapping[str, Any]
+"""One observation in the robot's own keys and units, as `data.transforms.Transform.observation` takes it: `state`,
+pictures (uint8, height x width x 3) and the instruction under `prompt`."""
+
+
+class Outcome(NamedTuple):
+    """What one action led to."""
+
+    reward: float
+    terminated: bool
+    """The task ended: success, or a failure that ends it."""
+    truncated: bool
+    """Time is over."""
+    success: bool
+
+
+class RobotEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """One simulated robot. A subclass says what it is and implements `begin`, `act` and `observe`."""
+
+    robot: str
+    """Name of the robot in `data.robots` that reads the observations."""
+    tasks: tuple[str, ...]
+    """Its tasks: the `task` of a context, and what success is counted by."""
+    num_inits: int | None = None
+    """Initial states of each task; None: any seed is one."""
+    max_steps: int
+    """Steps after which an episode is truncated."""
+    fps: int
+    """Control steps per second, for videos."""
+    action_dim: int
+    """Size of an action."""
+
+    @abstractmethod
+    def begin(self, context: Context) -> None:
+        """Start an episode; the same context always starts alike, whatever happened before."""
+
+    @abstractmethod
+    def act(self, action: Float[Array, "A"]) -> Outcome:
+        """Execute one action, in the robot's units, without looking."""
+
+    @abstractmethod
+    def observe(self, *, pictures: bool = True) -> dict[str, Any]:
+        """Look: state and prompt always, pictures if asked for."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Gymnasium's reset: `seed` is the initial state, `options["task"]` the task (drawn by the seed if absent)."""
+        super().reset(seed=seed)
+        init = int(self.np_random.integers(self.num_inits or 2**31)) if seed is None else seed
+        task = (options or {}).get("task") or self.tasks[init % len(self.tasks)]
+        self.begin(self.check_context(Context(task, init if self.num_inits is None else init % self.num_inits)))
+        return self.observe(), {"task": task}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Gymnasium's step: act, then look."""
+        outcome = self.act(self.check_action(action))
+        return self.observe(), outcome.reward, outcome.terminated, outcome.truncated, {"success": outcome.success}
+
+    def check_context(self, context: Context) -> Context:
+        """The context itself, if the environment has it."""
+        if context.task not in self.tasks:
+            raise EnvError(f"unknown task {context.task!r}", hint=f"the tasks are: {'; '.join(self.tasks)}")
+        if context.init < 0 or (self.num_inits is not None and context.init >= self.num_inits):
+            limit = "0 or more" if self.num_inits is None else f"0 to {self.num_inits - 1}"
+            raise EnvError(f"task {context.task!r} has no initial state {context.init}", hint=f"it is {limit}")
+        return context
+
+    def check_action(self, action: Any) -> Float[Array, "A"]:
+        """The action as an array, if it is one this robot could execute."""
+        array = np.asarray(action, np.float32)
+        if array.shape != (self.action_dim,) or not np.isfinite(array).all():
+            raise EnvError(
+                f"action {np.array2string(array, threshold=20)} of shape {array.shape}; "
+                f"expected {self.action_dim} finite numbers",
+                hint="is the policy for this robot, and was its output brought to the robot's units?",
+            )
+        return array
+
+
+class Outcomes(NamedTuple):
+    """`Outcome` for several slots."""
+
+    reward: Float[Array, "n"]
+    terminated: Bool[Array, "n"]
+    truncated: Bool[Array, "n"]
+    success: Bool[Array, "n"]
+
+
+@runtime_checkable
+class EnvBatch(Protocol):
+    """Several environments of one kind in this process, each in its slot."""
+
+    size: int
+    """Number of slots."""
+    tasks: tuple[str, ...]
+    num_inits: int | None
+    max_steps: int
+    fps: int
+    action_dim: int
+    robot: str
+
+    def begin(self, slots: Sequence[int], contexts: Sequence[Context]) -> None:
+        """Start an episode in each of the slots."""
+
+    def act(self, slots: Sequence[int], actions: Float[Array, "n A"]) -> Outcomes:
+        """One action in each of the slots; the others stand still."""
+
+    def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
+        """What each of the slots shows."""
+
+    def close(self) -> None:
+        """Free what the simulators hold."""
+
+
+class SeparateEnvs:
+    """An `EnvBatch` of environments stepped one after the other."""
+
+    def __init__(self, envs: Sequence[RobotEnv]) -> None:
+        first = envs[0]
+        self.envs = list(envs)
+        self.size = len(envs)
+        self.tasks, self.num_inits, self.robot = first.tasks, first.num_inits, first.robot
+        self.max_steps, self.fps, self.action_dim = first.max_steps, first.fps, first.action_dim
+
+    def begin(self, slots: Sequence[int], contexts: Sequence[Context]) -> None:
+        """Start an episode in each of the slots."""
+        for slot, context in zip(slots, contexts, strict=True):
+            self.envs[slot].begin(self.envs[slot].check_context(context))
+
+    def act(self, slots: Sequence[int], actions: Float[Array, "n A"]) -> Outcomes:
+        """One action in each of the slots; the others stand still."""
+        outcomes = [
+            self.envs[slot].act(self.envs[slot].check_action(action))
+            for slot, action in zip(slots, actions, strict=True)
+        ]
+        columns = list(zip(*outcomes, strict=True)) or [(), (), (), ()]
+        flags = (np.array(column, bool) for column in columns[1:])
+        return Outcomes(np.array(columns[0], np.float32), *flags)
+
+    def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
+        """What each of the slots shows."""
+        return [self.envs[slot].observe(pictures=pictures) for slot in slots]
+
+    def close(self) -> None:
+        """Close every environment."""
+        for env in self.envs:
+            env.close()
