@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.data.config import DataConfig
 from pirl.data.robots import Robot, get_robot
+from pirl.envs.config import EnvConfig, RolloutConfig
 from pirl.errors import ConfigError, did_you_mean
 from pirl.models.config import FreezeRule, MLPFlowConfig, Pi0Config
 from pirl.models.critic_config import CriticConfig
+from pirl.rollout.config import CurriculumConfig, EvalConfig, OnlineConfig
 from pirl.training.config import (
     AdamW,
     CheckpointConfig,
@@ -33,7 +35,7 @@ SinkName = Literal["wandb", "trackio", "tensorboard"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
 _REWARDS = {"sparse_success": (0, 1), "step_penalty": (-1, 0)}
 """Smallest and largest reward of the outcomes that are declared; recorded rewards may be anything."""
-_VOCABULARY = {"paligemma": 257_152, "byte": 259}
+_VOCABULARY = {"paligemma": 257_152, "byte": 259, "word": 512}
 """Token ids a tokenizer may give; of one's own file the size is not known here."""
 
 
@@ -68,7 +70,7 @@ class RLTrainConfig:
     """Name of this run; its folder is <checkpoint.base_dir>/<name>/<exp_name>."""
     model: Pi0Config | MLPFlowConfig
     """The policy."""
-    agent: BCConfig | ACRLPDConfig
+    agent: BCConfig | ACRLPDConfig | RIPTConfig
     """The algorithm."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic of algorithms that have one."""
@@ -80,6 +82,16 @@ class RLTrainConfig:
     address. None starts from nothing."""
     data: DataConfig
     """The datasets, and how chunks are cut from them."""
+    env: EnvConfig | None = None
+    """The environment, for algorithms that act and for evaluation."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How episodes are collected."""
+    online: OnlineConfig | None = None
+    """ACRLPD: also collect episodes with the policy as it learns; None trains on the datasets alone."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """RIPT: which initial states are practised."""
+    evaluation: EvalConfig | None = None
+    """Evaluate in the environment now and then; None does not."""
     policy_optimizer: Optimizer = field(default_factory=AdamW)
     """How the policy's gradients become updates."""
     policy_schedule: Schedule = field(default_factory=CosineSchedule)
@@ -95,7 +107,7 @@ class RLTrainConfig:
     batch_size: int = 32
     """Chunks per step, over all devices and hosts."""
     num_train_steps: int = 30_000
-    """Updates of the policy."""
+    """Updates of the policy; for RIPT iterations: collect groups of rollouts, then learn from them."""
     log_interval: int = 100
     """Steps between lines of metrics."""
     seed: int = 42
@@ -122,7 +134,8 @@ class RLTrainConfig:
             raise ConfigError(f"seed is {self.seed}", hint="seeds are not negative")
         if len(set(self.sinks)) < len(self.sinks):
             raise ConfigError(f"sinks are {', '.join(self.sinks)}", hint="name each one once")
-        for problem, hint in (*self._policy_problems(), *self._data_problems(), *self._device_problems()):
+        problems = (self._policy_problems, self._data_problems, self._rollout_problems, self._device_problems)
+        for problem, hint in (found for check in problems for found in check()):
             raise ConfigError(problem, hint=hint)
 
     @property
@@ -154,6 +167,11 @@ class RLTrainConfig:
     def policy_ema_decay(self) -> float | None:
         """Decay of the policy's average, None where there is none."""
         return self.agent.policy_ema_decay if isinstance(self.agent, ACRLPDConfig) else self.agent.ema_decay
+
+    @property
+    def execute(self) -> int:
+        """Steps of a chunk that are executed before the policy looks again."""
+        return self.critic_horizon if self.rollout.execute is None else self.rollout.execute
 
     @property
     def freeze_rule(self) -> FreezeRule:
@@ -259,6 +277,25 @@ class RLTrainConfig:
                     "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
                     "it bounds the values: --agent.no-reward-once",
                 )
+
+    def _rollout_problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong between the algorithm and the environment it acts in."""
+        acts = {
+            "agent RIPT": isinstance(self.agent, RIPTConfig),
+            "online": self.online is not None,
+            "evaluation": self.evaluation is not None,
+        }
+        if self.env is None and (needs := [name for name, wanted in acts.items() if wanted]):
+            yield f"{' and '.join(needs)} without an environment", "name one: --env, or take a recipe that has one"
+        if self.online is not None and not isinstance(self.agent, ACRLPDConfig):
+            yield "online is set, and the algorithm is not ACRLPD", "RIPT collects by itself, BC never does"
+        if self.execute > self.horizon:
+            yield (
+                f"rollout.execute is {self.execute}, model.horizon is {self.horizon}",
+                "a policy cannot execute more than it plans",
+            )
+        if isinstance(self.agent, RIPTConfig) and self.agent.bc_weight > 0 and not self.data.repo_ids:
+            yield f"agent.bc_weight is {self.agent.bc_weight} without demonstrations", "name data.repo_ids"
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:
         parts, fsdp = self.agent.accumulate, self.mesh.fsdp

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Metrics, TrainState
@@ -73,6 +73,8 @@ class ACRLPD:
     """How the critic's weights learn."""
     encoder_frozen: bool = False
     """Does nothing that `policy.encode` reads train? Then one prefix serves the fixed policy of `distill` as well."""
+    flow_steps: int | None = None
+    """Euler steps when acting; None: as many as for candidates in training."""
 
     @property
     def value_range(self) -> tuple[float, float]:
@@ -345,7 +347,7 @@ class ACRLPD:
     # Acting
 
     def act(
-        self, state: TrainState, observation: Observation, key: Array, candidates: int | None = None
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], candidates: int | None = None
     ) -> Float[Array, "B H A"]:
         """One chunk per observation: the critic's choice among `candidates`, or a plain sample of one.
 
@@ -354,9 +356,9 @@ class ACRLPD:
         count = candidates or (self.config.num_action_samples if self.config.actor == "best_of_n" else 1)
         params = state.policy
         context = self.policy.encode(params, observation)
-        shape = (observation.state.shape[0], count, self.policy.horizon, self.policy.action_dim)
-        noise = jax.random.normal(key, shape)
-        chunks = flow.sample(self.policy, params, context, noise, num_steps=self.config.flow_steps)
+        noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
+        steps = self.flow_steps or self.config.flow_steps
+        chunks = flow.sample(self.policy, params, context, noise, num_steps=steps)
         if count == 1:
             return chunks[:, 0]
         critic = state.ema.get("critic", state.params["critic"])

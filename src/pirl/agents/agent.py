@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from pirl.models.observation import Observation
 from pirl.models.params import Params
@@ -52,5 +52,8 @@ class Agent(Protocol):
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """One training step: all losses, gradients, optimizers, averages and targets."""
 
-    def act(self, state: TrainState, observation: Observation, key: Array) -> Float[Array, "B H A"]:
-        """One chunk per observation, in the model's normalised action space."""
+    def act(self, state: TrainState, observation: Observation, keys: Key[Array, "B"]) -> Float[Array, "B H A"]:
+        """One chunk per observation, in the model's normalised action space.
+
+        Each row has a key of its own, so what a policy does in an episode does not depend on its neighbours.
+        """

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from pirl.agents.agent import Metrics, TrainState
 from pirl.agents.config import BCConfig
@@ -67,12 +67,11 @@ class BC:
         ema = {name: self.learner.average(average, params) for name, average in state.ema.items()}
         return replace(state, step=state.step + 1, params={"policy": params}, ema=ema, opt={"policy": opt}), metrics
 
-    def act(self, state: TrainState, observation: Observation, key: Array) -> Float[Array, "B H A"]:
+    def act(self, state: TrainState, observation: Observation, keys: Key[Array, "B"]) -> Float[Array, "B H A"]:
         """One chunk per observation by plain sampling."""
         params = state.policy
         context = self.policy.encode(params, observation)
-        shape = (observation.state.shape[0], 1, self.policy.horizon, self.policy.action_dim)
-        noise = jax.random.normal(key, shape)
+        noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
         return flow.sample(self.policy, params, context, noise, num_steps=self.flow_steps)[:, 0]
 
     def _inputs(self, batch: Any, key: Array) -> tuple[Observation, Array, flow.Draws]:

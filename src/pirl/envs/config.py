@@ -6,8 +6,9 @@ from typing import Literal
 from pirl.errors import ConfigError
 
 TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
-"""`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks, zones that
-move. `stitch`: block and zone are chosen apart, and demonstrations rarely get both right."""
+"""`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks of four
+colours, zones that move. `stitch`: as `colours`, but demonstrations choose block and zone apart and rarely get both
+right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,17 @@ class TabletopConfig:
     max_steps: int | None = None
     """Steps of an episode; None: the level's own."""
 
+    def __post_init__(self) -> None:
+        if self.image_size < 8 or (self.max_steps is not None and self.max_steps < 1):
+            raise ConfigError(
+                f"tabletop: image_size is {self.image_size}, max_steps is {self.max_steps}",
+                hint="pictures of at least 8 pixels, episodes of at least one step",
+            )
+
+
+AlohaCamera = Literal["top", "left_wrist", "right_wrist", "front_close", "angle", "left_pillar", "right_pillar"]
+"""gym-aloha's cameras; OpenPI calls the first four cam_high, cam_left_wrist, cam_right_wrist and cam_low."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlohaConfig:
@@ -30,14 +42,19 @@ class AlohaConfig:
 
     task: Literal["transfer", "insertion"] = "transfer"
     """Hand a cube from arm to arm, or insert a peg into a socket."""
-    cameras: tuple[str, ...] = ("top",)
-    """Of top, angle, front_close, left_pillar, right_pillar; `top` is OpenPI's cam_high."""
+    cameras: tuple[AlohaCamera, ...] = ("top",)
+    """Which are rendered; OpenPI's evaluation has `top` alone."""
     render_size: tuple[int, int] = (168, 224)
     """Height and width of the pictures. 480x640 is gym-aloha's own; 168x224 has its proportions and costs less."""
     fast_render: bool = False
     """No shadows, reflections or multisampling: ten times faster, but not what released checkpoints were trained on."""
+    staged_reward: bool = False
+    """Reward each step with the stage reached (grasped, lifted, ...), from 0 to 1, instead of success alone."""
     max_steps: int = 300
     """Steps of an episode, as in OpenPI's evaluation."""
+
+    def __post_init__(self) -> None:
+        _check_sizes("AlohaConfig", *self.render_size, self.max_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +68,15 @@ class OGBenchConfig:
     render_size: int = 64
     """Height and width of the pictures of visual tasks."""
     fast_render: bool = True
-    """No shadows, reflections or multisampling: fifteen times faster."""
+    """No shadows, reflections or multisampling: fifteen times faster, but not what OGBench's own datasets show."""
+
+    def __post_init__(self) -> None:
+        _check_sizes("OGBenchConfig", self.render_size)
+
+
+def _check_sizes(name: str, *sizes: int) -> None:
+    if min(sizes) < 1:
+        raise ConfigError(f"{name}: a size or number of steps is {min(sizes)}", hint="it is at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +111,18 @@ class GymConfig:
     robot: str
     """Whose observations these are: an entry of `data.robots`."""
     prompt: str = ""
-    """The instruction; the environment's own observation `prompt` goes first."""
-    observation_keys: dict[str, str] | None = None
-    """Where the robot's keys are found in the environment's observation, such as {"state": "agent_pos"}."""
-    success_key: str = "is_success"
-    """The entry of `info` that says whether the task is solved."""
+    """The instruction, and the name of the task; empty: the id. An observation `prompt` of the environment goes
+    first."""
+    options: tuple[tuple[str, bool | int | float | str], ...] = ()
+    """Arguments of `gymnasium.make`: pairs of name and value, such as [[obs_type, pixels_agent_pos]]."""
+    observation_keys: tuple[tuple[str, str], ...] = ()
+    """Pairs of the robot's key and the environment's, such as [[state, agent_pos]]; levels of a nested observation are
+    joined by "/". Empty: all keys as they are, and a plain vector is the `state`."""
+    render_key: str | None = None
+    """Show the robot what `render` draws, under this key; None: it sees the pictures in the observation."""
+    success_key: str | None = "is_success"
+    """The entry of `info` that says whether the task is solved ("/" between levels); None: it is where the episode
+    terminates."""
     max_steps: int | None = None
     """Steps of an episode; None: the limit the environment is registered with."""
     fps: int = 10
@@ -120,8 +152,6 @@ class RolloutConfig:
     """Candidates of which the critic picks one; 1 is plain sampling."""
     flow_steps: int = 10
     """Euler steps per chunk."""
-    guidance: float = 1.0
-    """Scale of classifier-free guidance, for policies trained with `loss = cfg`."""
 
     def __post_init__(self) -> None:
         for name in ("num_envs", "num_workers", "best_of", "flow_steps"):

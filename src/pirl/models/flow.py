@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from pirl.models.params import Params
 from pirl.models.policy import FlowPolicy
@@ -31,6 +31,11 @@ def draw(noise_key: Array, time_key: Array, actions: Float[Array, "B H A"], num:
     batch, horizon, dim = actions.shape
     time = jax.random.beta(time_key, 1.5, 1.0, (batch, num)) * 0.999 + 0.001
     return Draws(jax.random.normal(noise_key, (batch, num, horizon, dim)), time)
+
+
+def noise(keys: Key[Array, "B"], num: int, horizon: int, dim: int) -> Float[Array, "B N H A"]:
+    """Noise to sample from, each row from its own key: a row's chunks do not depend on its neighbours."""
+    return jax.vmap(lambda key: jax.random.normal(key, (num, horizon, dim)))(keys)
 
 
 def interpolate(

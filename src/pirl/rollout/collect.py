@@ -1,0 +1,198 @@
+"""Episodes: every slot of a pool acts out one context after another, all of them answered by one policy call a round.
+
+What an episode looks like depends on its context, its number and the policy alone. So a lost episode is repeated, an
+interrupted collection is continued by asking for what is missing, and neither changes the result.
+"""
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.data.robots import Robot
+from pirl.data.transforms import flatten
+from pirl.envs.env import RawObservation
+from pirl.errors import EnvError, PirlWarning
+from pirl.names import PROMPT
+from pirl.records import Array, Context, Episode, Rollout
+from pirl.rollout.policy import ChunkPolicy
+from pirl.rollout.pool import Advanced, EnvPool, Lost, Started
+
+
+class CollectionStoppedError(Exception):
+    """Somebody asked to stop; the episodes under way are given up."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One episode to be acted out."""
+
+    number: int
+    """Decides, with the policy's key, the noise."""
+    context: Context
+    """Where it starts."""
+
+
+@dataclass
+class CollectStats:
+    """What a collection cost. Seconds are of this process: waiting for environments, and for the policy."""
+
+    episodes: int = 0
+    env_steps: int = 0
+    env_seconds: float = 0.0
+    policy_seconds: float = 0.0
+    total_seconds: float = 0.0
+    policy_calls: int = 0
+    rows_used: int = 0
+    """Rows of the policy's batches that an environment had asked for."""
+    lost: list[tuple[Job, str]] = field(default_factory=list)
+    """Episodes given up, and why."""
+
+    def metrics(self, batch_size: int) -> dict[str, float]:
+        """For the log."""
+        total = max(self.total_seconds, 1e-9)
+        return {
+            "rollout/steps_per_second": self.env_steps / total,
+            "rollout/env_share": self.env_seconds / total,
+            "rollout/policy_share": self.policy_seconds / total,
+            "rollout/occupancy": self.rows_used / max(self.policy_calls * batch_size, 1),
+            "rollout/lost_episodes": float(len(self.lost)),
+        }
+
+
+def collect(
+    pool: EnvPool,
+    policy: ChunkPolicy,
+    jobs: Iterable[Job],
+    *,
+    every_picture: bool = False,
+    retries: int = 2,
+    stop: Callable[[], bool] = lambda: False,
+    stats: CollectStats | None = None,
+) -> Iterator[Rollout]:
+    """The jobs' episodes, as they end. With `every_picture` each step has pictures, else those the policy looked at.
+
+    An episode that is lost is repeated, `retries` times at most; then a warning says so, and it is missing. Where
+    every episode is lost the environment is broken: EnvError.
+    """
+    stats = CollectStats() if stats is None else stats
+    waiting, tries = deque(jobs), dict[int, int]()
+    running: dict[int, _Running] = {}
+    began = time.perf_counter()
+
+    def lose(job: Job, reason: str) -> None:
+        tries[job.number] = tries.get(job.number, 0) + 1
+        if tries[job.number] <= retries:
+            waiting.append(job)
+            return
+        stats.lost.append((job, reason))
+        message = f"episode {job.number} ({job.context.task!r}, initial state {job.context.init}) was lost: {reason}"
+        if stats.episodes == 0 and len(stats.lost) >= pool.size:
+            raise EnvError(message, hint="no episode could be finished: try the environment with pirl.envs.check")
+        warnings.warn(f"{message}; tried {tries[job.number]} times, going on without it", PirlWarning, stacklevel=2)
+
+    while waiting or running:
+        if stop():
+            raise CollectionStoppedError
+        free = [slot for slot in range(pool.size) if slot not in running]
+        given = {slot: waiting.popleft() for slot in free[: len(waiting)]}
+        asked = time.perf_counter()
+        for slot, begun in pool.start({slot: job.context for slot, job in given.items()}).items() if given else ():
+            if isinstance(begun, Lost):
+                lose(given[slot], begun.reason)
+            else:
+                running[slot] = _Running(given[slot], begun, policy.transform.robot)
+        started = time.perf_counter()
+        plans = policy.plan(
+            {slot: episode.seen for slot, episode in running.items()},
+            {slot: (episode.job.number, len(episode.rewards)) for slot, episode in running.items()},
+        )
+        planned = time.perf_counter()
+        chunks = {slot: plan[: policy.execute] for slot, plan in plans.items()}
+        answers = pool.advance(chunks, every_picture=every_picture) if chunks else {}
+        stats.env_seconds += started - asked + time.perf_counter() - planned
+        stats.policy_seconds += planned - started
+        stats.policy_calls += bool(plans)
+        stats.rows_used += len(plans)
+        finished: list[Rollout] = []
+        for slot, answer in answers.items():
+            episode = running[slot]
+            if isinstance(answer, Lost):
+                lose(running.pop(slot).job, answer.reason)
+                continue
+            episode.add(plans[slot], answer)
+            if answer.terminated or answer.truncated:
+                finished.append(running.pop(slot).finish(answer))
+                stats.episodes += 1
+                stats.env_steps += len(finished[-1].episode)
+        stats.total_seconds = time.perf_counter() - began
+        yield from finished
+
+
+class _Running:
+    """An episode under way."""
+
+    def __init__(self, job: Job, begun: Started, robot: Robot) -> None:
+        self.job, self.seen, self._robot = job, begun.observation, robot
+        self.rewards: list[float] = []
+        self._rows: list[RawObservation] = []
+        self._actions: list[Array] = []
+        self._plans: list[Array] = []
+        self._starts: list[int] = []
+
+    def add(self, plan: Float[Array, "H A"], answer: Advanced) -> None:
+        """What a chunk led to."""
+        steps = len(answer.rewards)
+        self._starts.append(len(self.rewards))
+        self._rows += [self.seen, *answer.observations[:-1]]
+        self._actions += list(plan[:steps])
+        self._plans += [_remaining(plan, step) for step in range(steps)]
+        self.rewards += answer.rewards.tolist()
+        self.seen = answer.observations[-1]
+
+    def finish(self, answer: Advanced) -> Rollout:
+        """The whole episode."""
+        last = np.arange(len(self.rewards)) == len(self.rewards) - 1
+        flat = [flatten(row) for row in self._rows]
+        prompt = flat[0].get(PROMPT)
+        episode = Episode(
+            task=self.job.context.task if prompt is None else str(prompt),
+            state=np.stack([self._robot.find_state(row) for row in flat]).astype(np.float32),
+            actions=np.stack(self._actions).astype(np.float32),
+            rewards=np.array(self.rewards, np.float32),
+            terminated=last & answer.terminated,
+            truncated=last & (answer.truncated and not answer.terminated),
+            success=answer.success,
+            intended=np.stack(self._plans).astype(np.float32),
+        )
+        steps = [step for step, row in enumerate(flat) if _pictures(row)]
+        keys = _pictures(flat[0])
+        return Rollout(
+            context=self.job.context,
+            number=self.job.number,
+            episode=episode,
+            starts=np.array(self._starts, np.int64),
+            frames={key: np.stack([np.asarray(flat[step][key]) for step in steps]) for key in keys},
+            frame_steps=np.array(steps, np.int64),
+        )
+
+
+def _remaining(plan: Float[Array, "H A"], step: int) -> Float[Array, "H A"]:
+    """What is left of a plan some steps later; NaN where it ends."""
+    rest = np.full_like(plan, np.nan)
+    rest[: len(plan) - step] = plan[step:]
+    return rest
+
+
+def _pictures(row: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in row.items() if np.ndim(value) == 3]
+
+
+def numbered(contexts: Sequence[Context], first: int = 0) -> list[Job]:
+    """Jobs for contexts, counted from `first`."""
+    return [Job(first + i, context) for i, context in enumerate(contexts)]

@@ -1,0 +1,36 @@
+"""Which contexts are for what: training, validation (choosing settings and checkpoints) and test (reported results).
+
+Where any seed is an initial state the three never share one. Where a benchmark gives a list (LIBERO: 50 per task) all
+of them are test states by its own convention; validation takes them from the end of the list.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from pirl.records import Context
+from pirl.rollout.pool import EnvInfo
+
+Split = Literal["train", "validation", "test"]
+_FIRST = {"train": 0, "validation": 2**30, "test": 2**30 + 2**29}
+"""Seeds of each split start here."""
+
+
+def fixed_contexts(info: EnvInfo, count: int, split: Split, *, tasks: tuple[str, ...] | None = None) -> list[Context]:
+    """The first `count` contexts of a split, the same every time, taking the tasks in turn."""
+    tasks = info.tasks if tasks is None else tasks
+    return [Context(tasks[i % len(tasks)], _init(info, i // len(tasks), split)) for i in range(count)]
+
+
+def random_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list[Context]:
+    """Contexts to train on."""
+    limit = _FIRST["validation"] if info.num_inits is None else info.num_inits
+    tasks = rng.integers(len(info.tasks), size=count).tolist()
+    inits = rng.integers(limit, size=count).tolist()
+    return [Context(info.tasks[task], init) for task, init in zip(tasks, inits, strict=True)]
+
+
+def _init(info: EnvInfo, index: int, split: Split) -> int:
+    if info.num_inits is None:
+        return _FIRST[split] + index
+    return (-1 - index if split == "validation" else index) % info.num_inits

@@ -1,0 +1,113 @@
+"""A policy as environments need it: raw observations in, chunks of actions in the robot's units out.
+
+What the model is shown goes through the transform that training batches go through. All environments are answered by
+one call of one compiled function: the batch always has the same size, and rows nobody asked for are computed in vain
+rather than compiled anew.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt8
+
+from pirl.data.resize import fit, pad
+from pirl.data.transforms import Transform, flatten, parse_image
+from pirl.envs.env import RawObservation
+from pirl.errors import ConfigError
+from pirl.models.observation import Observation
+from pirl.names import IMAGE, IMAGE_MASK
+
+Act = Callable[[Any, Observation, Key[Array, "B"]], Float[Array, "B H A"]]
+"""An agent's `act`: weights (a `TrainState`), observations, a key per row."""
+
+
+class ChunkPolicy:
+    """Plans for up to `batch_size` environments at a time.
+
+    The noise of a plan depends on the policy's key, the number of the episode and the step it starts at, not on when
+    or beside whom it is asked for: episodes can be repeated, and collected in any order.
+    """
+
+    def __init__(
+        self, act: Act, transform: Transform, *, batch_size: int, execute: int, cameras: Sequence[str]
+    ) -> None:
+        """`execute` is how many steps of a chunk are carried out; `cameras` are the slots the model was trained on."""
+        if execute < 1:
+            raise ConfigError(f"{execute} executed steps per chunk", hint="execute at least one")
+        self.transform, self.batch_size, self.execute, self.cameras = transform, batch_size, execute, tuple(cameras)
+        self._act = jax.jit(lambda weights, observation, key, rows: act(weights, observation, _row_keys(key, rows)))
+        self._weights: Any = None
+        self._key = jax.random.key(0)
+
+    def use(self, weights: Any, key: Key[Array, ""]) -> "ChunkPolicy":
+        """Act with these weights and this randomness from now on; nothing is copied."""
+        self._weights, self._key = weights, key
+        return self
+
+    def plan(
+        self, observations: Mapping[int, RawObservation], rows: Mapping[int, tuple[int, int]]
+    ) -> dict[int, Float[np.ndarray, "H A"]]:
+        """A chunk for each slot; `rows` gives each slot's (number of the episode, step)."""
+        if not observations:
+            return {}
+        slots = list(observations)
+        if len(slots) > self.batch_size:
+            raise ConfigError(f"{len(slots)} observations for a policy compiled for {self.batch_size}")
+        asked = [slots[min(i, len(slots) - 1)] for i in range(self.batch_size)]
+        states, batch = model_inputs(self.transform, [observations[slot] for slot in slots], self.cameras)
+        fill = np.minimum(np.arange(self.batch_size), len(slots) - 1)
+        batch = jax.tree.map(lambda x: x[fill], batch)
+        numbers = np.array([rows[slot] for slot in asked], np.uint32)
+        chunks = np.asarray(self._act(self._weights, Observation.from_dict(batch), self._key, numbers))
+        actions = self.transform.robot_actions(chunks[: len(slots)].astype(np.float32), states)
+        return dict(zip(slots, actions, strict=True))
+
+
+def _row_keys(key: Key[Array, ""], rows: Any) -> Key[Array, "B"]:
+    """One key per row, from the number of its episode and its step."""
+    return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row[0]), row[1]))(rows)
+
+
+def model_inputs(
+    transform: Transform, observations: Sequence[RawObservation], cameras: Sequence[str]
+) -> tuple[Float[np.ndarray, "B S"], dict[str, Any]]:
+    """(the robot's states, OpenPI's model input) of several observations, with the pictures of `cameras` only."""
+    raws = [flatten(raw) for raw in observations]
+    robot = transform.robot
+    states = np.stack([robot.find_state(raw) for raw in raws])
+    prompts = [] if transform.tokenizer is None else [robot.find_prompt(raw, transform.default_prompt) for raw in raws]
+    found = _find_cameras(transform, raws[0], cameras)
+    images = {
+        slot: np.stack([fit(parse_image(raw[key], key), transform.image_size) for raw in raws])
+        for slot, key in found.items()
+    }
+    masks = {slot: np.ones(len(raws), bool) for slot in images}
+    return states, {IMAGE: images, IMAGE_MASK: masks, **transform.low_dim(states, None, prompts)}
+
+
+def _find_cameras(transform: Transform, raw: Mapping[str, Any], cameras: Sequence[str]) -> dict[str, str]:
+    """Where the picture of each camera slot is; all environments of a pool are alike, so one answers for all.
+
+    Pictures are only fitted into the model's size: borders are added on the device, as in training.
+    """
+    pictures = [key for key, value in raw.items() if np.ndim(value) == 3]
+    found = transform.robot.find_cameras(raw, pictures) if cameras else {}
+    for slot in cameras:
+        if slot not in found:
+            raise ConfigError(
+                f"the policy looks through camera {slot}, which the environment does not have "
+                f"(its pictures: {', '.join(pictures) or 'none'})",
+                hint="turn that camera on in the environment, or train without it (--data.cameras)",
+            )
+    return {slot: found[slot] for slot in cameras}
+
+
+def replay_frames(
+    transform: Transform, frames: Mapping[str, UInt8[np.ndarray, "T h w 3"]], cameras: Sequence[str], *, borders: bool
+) -> dict[str, UInt8[np.ndarray, "T h2 w2 3"]]:
+    """An episode's pictures by camera slot, as a dataset's would be held; `borders` adds the letterbox's."""
+    found = transform.robot.find_cameras(frames)
+    fitted = {slot: np.stack([fit(image, transform.image_size) for image in frames[found[slot]]]) for slot in cameras}
+    return {slot: pad(images, transform.image_size) if borders else images for slot, images in fitted.items()}
