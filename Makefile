@@ -1,5 +1,6 @@
 # make test     everything CI runs: lint, types, import contracts, tests (installs into .venv first)
 # make lint     ruff, mypy and import-linter only
+# make test-sims  tests of the MuJoCo simulators (installs them; they need a GL library of the system)
 # make bench    speed, on this machine
 # make demo     the tour of everything (not there yet)
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format bench demo clean
+.PHONY: help install test test-sims lint format bench demo clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -35,6 +36,14 @@ WORKERS ?= 2
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 	@echo "make test: lint, types, import contracts and tests all passed"
+
+## The simulators are extras, installed into the same environment (or another: `make test-sims VENV=.venv-sims`), and
+## render with libraries that only the system's package manager has. Without a graphics card, OSMesa is the one that works.
+MUJOCO_GL ?= osmesa
+test-sims: $(STAMP)
+	@echo "needs libraries of the system: apt-get install libosmesa6 libegl1 libgl1-mesa-dri libgles2"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,sims]'
+	MUJOCO_GL=$(MUJOCO_GL) $(BIN)/pytest -rs tests/sims
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/data.py

@@ -169,6 +169,11 @@ class RLTrainConfig:
         return self.agent.policy_ema_decay if isinstance(self.agent, ACRLPDConfig) else self.agent.ema_decay
 
     @property
+    def acts(self) -> bool:
+        """Does the algorithm collect episodes by itself?"""
+        return isinstance(self.agent, RIPTConfig) or self.online is not None
+
+    @property
     def execute(self) -> int:
         """Steps of a chunk that are executed before the policy looks again."""
         return self.critic_horizon if self.rollout.execute is None else self.rollout.execute

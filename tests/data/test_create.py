@@ -27,7 +27,7 @@ from pirl.data.normalize import NormStats
 from pirl.data.replay import MemorySource, ReplayBuffer
 from pirl.data.resize import pad
 from pirl.data.robots import generic, get_robot
-from pirl.data.tokenizer import ByteTokenizer
+from pirl.data.tokenizer import ByteTokenizer, WordTokenizer
 from pirl.data.writer import LeRobotWriter
 from pirl.errors import ConfigError, DataError
 from pirl.names import BASE_CAMERA, LEFT_WRIST_CAMERA, RIGHT_WRIST_CAMERA
@@ -215,6 +215,7 @@ def test_what_cannot_be_created_is_refused(tmp_path: Path) -> None:
 
 def test_tokenizers_by_name(tmp_path: Path) -> None:
     assert isinstance(create_tokenizer("byte"), ByteTokenizer)
+    assert isinstance(create_tokenizer("word"), WordTokenizer)
     assert create_tokenizer("none") is None
     with pytest.raises(DataError, match="tokenizer was not found"):
         create_tokenizer(str(tmp_path / "missing.model"))

@@ -16,6 +16,7 @@ from pirl.data.tokenizer import (
     PaliGemmaTokenizer,
     PromptEncoder,
     Tokenizer,
+    WordTokenizer,
     clean_prompt,
     discretize_state,
     state_prompt,
@@ -66,7 +67,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def tokenizers(files: dict[str, Path]) -> dict[str, Tokenizer]:
-    return {"bytes": ByteTokenizer(), **{kind: PaliGemmaTokenizer(file) for kind, file in files.items()}}
+    return {
+        "bytes": ByteTokenizer(),
+        "words": WordTokenizer(),
+        **{kind: PaliGemmaTokenizer(file) for kind, file in files.items()},
+    }
 
 
 def test_byte_tokenizer() -> None:
@@ -74,6 +79,22 @@ def test_byte_tokenizer() -> None:
     assert isinstance(tokenizer, Tokenizer)
     assert tokenizer.encode("aé\n") == [3 + 97, 3 + 0xC3, 3 + 0xA9, 3 + 10]
     assert max(tokenizer.encode("\xff")) < tokenizer.vocab_size
+
+
+def test_word_tokenizer() -> None:
+    tokenizer = WordTokenizer()
+    assert isinstance(tokenizer, Tokenizer)
+    # Ids are in datasets' statistics and checkpoints, so they must never change.
+    assert tokenizer.encode("red block to left zone") == [78, 321, 80, 79, 476]
+    assert tokenizer.encode(" Red  BLOCK, to\n") == [78, 321, *tokenizer.encode(","), 80, *tokenizer.encode("\n")]
+    words = ["red", "blue", "green", "yellow", "block", "to", "left", "right", "top", "cyan", "pink", "olive", "zone"]
+    ids = tokenizer.encode(" ".join([*words, "\n"]))
+    assert len(set(ids)) == len(words) + 1
+    many = tokenizer.encode(" ".join(f"word{i}" for i in range(5000)))
+    assert (min(many), max(many)) == (3, tokenizer.vocab_size - 1)
+    tokens, mask = tokenize_prompt(tokenizer, "red block to left zone", 8)
+    assert tokens.tolist() == [2, 78, 321, 80, 79, 476, *tokenizer.encode("\n"), 0]
+    assert mask.sum() == 7
 
 
 def test_sentencepiece_ids_are_the_models_own(files: dict[str, Path]) -> None:
@@ -87,6 +108,7 @@ def test_sentencepiece_ids_are_the_models_own(files: dict[str, Path]) -> None:
 
 def test_vocabulary_tells_whether_digits_stand_alone(tokenizers: dict[str, Tokenizer]) -> None:
     found = {kind: tokenizer.digits_stand_alone for kind, tokenizer in tokenizers.items()}
+    assert found.pop("words") is False
     assert found == {"bytes": True, "gemma": True, "unigram": True, "bpe": True, "whole numbers": False}
 
 
@@ -103,7 +125,7 @@ def test_prompt_is_padded_and_masked() -> None:
     assert mask.tolist() == [True] * 5 + [False] * 3
 
 
-@pytest.mark.parametrize("kind", ["bytes", *KINDS])
+@pytest.mark.parametrize("kind", ["bytes", "words", *KINDS])
 @settings(max_examples=40, deadline=None)
 @given(
     data=st.data(),

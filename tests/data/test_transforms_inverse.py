@@ -164,7 +164,8 @@ def test_robots_have_openpis_dimensions() -> None:
         "libero_delta": (8, 7, 6),
         "droid": (8, 8, 0),
         "droid_joint_position": (8, 8, 7),
-        "synthetic": (2, 2, 0),  # ours, not OpenPI's
+        "tabletop": (4, 3, 0),  # ours, not OpenPI's
+        "synthetic": (2, 2, 0),
     }
 
 

@@ -1,6 +1,7 @@
 """`pirl train` from the command line to a checkpoint that OpenPI reads, and what it says when it cannot."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -240,6 +241,7 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(tmp_path: Path, capsys:
         assert rows[name] == f"{sum(leaf.size for leaf in jax.tree.leaves(part)):,}", shown
     for row in ("arguments per device", "temporaries per device", "dry run: nothing was written", "1 (cpu), fsdp 1"):
         assert row in shown
+    assert re.search(r"arithmetic, all devices\W+[\d.e-]+ TFLOP", shown), shown
 
 
 # What goes wrong.

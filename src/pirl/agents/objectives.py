@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import erf, logsumexp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -296,7 +297,7 @@ def floored(weights: Float[Array, "B"], mean_weight: Scalar, floor: Scalar) -> F
     return floor + (1 - floor) * weights / jnp.maximum(mean_weight, jnp.finfo(weights.dtype).tiny)
 
 
-def rloo(returns: Float[Array, "G K"]) -> Float[Array, "G K"]:
+def rloo(returns: Float[Array | np.ndarray, "G K"]) -> Float[Array | np.ndarray, "G K"]:
     """A_k = r_k - mean_{j≠k} r_j over K rollouts of one context (RLOO; RIPT-VLA). Equal returns give zeros."""
     others = returns.shape[1] - 1
     if others < 1:

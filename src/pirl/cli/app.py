@@ -24,6 +24,8 @@ from pirl.errors import PirlError, PirlWarning, did_you_mean
 
 VERBS = {
     "train": "train a policy: a recipe or a YAML file, changed by flags",
+    "eval": "how often a checkpoint succeeds in its environment, with videos",
+    "record": "write a dataset of what a scripted expert or a checkpoint does",
     "plan": "tell whether a run fits into the devices' memory",
     "recipes": "list, show or copy the configurations that come with pirl",
     "doctor": "check this machine: jax and its devices, memory, disk, video, simulators",
@@ -39,6 +41,7 @@ EPILOG = """\
 examples:
   pirl doctor                                  is this machine ready?
   pirl train debug --exp-name first            a whole run on a laptop, without files
+  pirl eval checkpoints/my_run --episodes 100  how often does it succeed?
   pirl inspect data lerobot/aloha_sim_insertion_human
   pirl inspect checkpoint checkpoints/my_run/20000
   pirl VERB --help                             what a verb takes, with examples"""
@@ -84,6 +87,18 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(a verb's own words, settings of a configuration): flags with a dot are settings, with the values after them."""
+    own: list[str] = []
+    settings: list[str] = []
+    kind = own
+    for word in words:
+        if word.startswith("--"):
+            kind = settings if "." in word.partition("=")[0] else own
+        kind.append(word)
+    return own, settings
 
 
 def load_verb(name: str) -> ModuleType:

@@ -32,7 +32,8 @@ class DataConfig:
     asset_id: str | None = None
     """Whose statistics to use; None: the first dataset's repo id, or the name of its folder."""
     tokenizer: str = "paligemma"
-    """paligemma (π₀'s own), byte (needs no file, for models trained from nothing), none (no instruction), or a path."""
+    """paligemma (π₀'s own), byte or word (a token for each; need no file, for models trained from nothing), none (no
+    instruction), or a path."""
     cache: Tier = "auto"
     """Where decoded frames live: all in memory, all on disk (mapped), or a rotating memory pool; auto: what fits."""
     cache_dir: str | None = None

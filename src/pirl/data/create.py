@@ -17,7 +17,7 @@ from pirl.data.outcomes import OutcomeRule
 from pirl.data.replay import ReplayBuffer
 from pirl.data.robots import ROBOTS, Robot, get_robot
 from pirl.data.stats import compute_norm_stats
-from pirl.data.tokenizer import ByteTokenizer, PaliGemmaTokenizer, Tokenizer
+from pirl.data.tokenizer import ByteTokenizer, PaliGemmaTokenizer, Tokenizer, WordTokenizer
 from pirl.data.transforms import Transform
 from pirl.errors import ConfigError, DataError, did_you_mean
 from pirl.records import EpisodeSource
@@ -156,11 +156,13 @@ def select_cameras(robot: Robot, slots: Collection[str] | None) -> Robot:
 
 
 def create_tokenizer(choice: str) -> Tokenizer | None:
-    """`paligemma`, `byte`, `none`, or a sentencepiece file of one's own."""
+    """`paligemma`, `byte`, `word`, `none`, or a sentencepiece file of one's own."""
     if choice == "none":
         return None
     if choice == "byte":
         return ByteTokenizer()
+    if choice == "word":
+        return WordTokenizer()
     return PaliGemmaTokenizer(None if choice == "paligemma" else choice)
 
 

@@ -45,6 +45,7 @@ class LeRobotSource:
             self.meta.camera(key)
         self._keys = dict(cameras)
         keys = tuple(dict.fromkeys(cameras.values()))
+        self.letterbox = letterbox
         self.cache = FrameCache(self.meta, keys, size=image_size, method=resize, letterbox=letterbox, config=cache)
         self.columns = lerobot.read_columns(self.meta)
         """Every low-dimensional column, as the dataset names it."""
@@ -121,6 +122,7 @@ class MixedSource:
             )
         _check_alike(sources)
         self.sources = tuple(sources)
+        self.letterbox = bool(getattr(sources[0], "letterbox", False))
         self._ends = np.cumsum([len(source) for source in sources])
         per_source = [
             share * source.lengths / source.lengths.sum() for share, source in zip(shares, sources, strict=True)

@@ -7,12 +7,13 @@ is not there. After a crash before the rename the episode is gone, after it the 
 
 In v3.0 many episodes share a file. Saving an episode writes the current file anew with the episode at its end (parquet
 row groups and video packets are copied, pictures are not encoded again), which costs at most a copy of a full file.
+Short episodes are better saved together: then the copy is made once for all of them.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,16 +113,17 @@ def _read_v30(root: Path, info: dict[str, Any]) -> Metadata:
     return Metadata(info=info, tasks=tasks, stats=stats, episodes=episodes)
 
 
-def stage_episode(root: Path, meta: Metadata, episode: FinishedEpisode) -> Metadata:
-    """Writes every file that changes with the episode under `.writing/next`; returns the metadata as it will be."""
+def stage_episodes(root: Path, meta: Metadata, episodes: Sequence[FinishedEpisode]) -> Metadata:
+    """Writes every file that changes with the episodes under `.writing/next`; returns the metadata as it will be."""
     recover(root)
     staged = root / STAGE / "next"
-    tasks = {**meta.tasks}
-    tasks[episode.task] = next_task_index(tasks, episode.task)
-    info = _next_info(meta.info, episode, total_tasks=len(tasks))
+    info, tasks = meta.info, {**meta.tasks}
+    for episode in episodes:
+        tasks[episode.task] = next_task_index(tasks, episode.task)
+        info = _next_info(info, episode, total_tasks=len(tasks))
     after = Metadata(info=info, tasks=tasks, stats=meta.stats, episodes=meta.episodes)
     stage = _stage_v21 if info["codebase_version"] == V21 else _stage_v30
-    after = stage(root, staged, after, episode)
+    after = stage(root, staged, after, episodes)
     write_json(staged / INFO_FILE, after.info)
     return after
 
@@ -132,7 +134,7 @@ def next_task_index(tasks: Mapping[str, int], task: str) -> int:
 
 
 def commit(root: Path) -> None:
-    """Makes the staged episode part of the dataset; `recover` then moves its files into place."""
+    """Makes the staged episodes part of the dataset; `recover` then moves their files into place."""
     staged = root / STAGE / "next"
     for path in _files(staged):
         with path.open("rb+") as file:
@@ -163,46 +165,54 @@ def _next_info(info: Mapping[str, Any], episode: FinishedEpisode, *, total_tasks
     return after
 
 
-def _stage_v21(root: Path, staged: Path, meta: Metadata, episode: FinishedEpisode) -> Metadata:
-    index = meta.info["total_episodes"] - 1
-    place = {"episode_chunk": index // meta.info["chunks_size"], "episode_index": index}
-    pq.write_table(episode.table, _new_file(staged, meta.info["data_path"].format(**place)))
-    for key, video in episode.videos.items():
-        os.replace(video, _new_file(staged, meta.info["video_path"].format(video_key=key, **place)))
-    stats = {key: {name: value.tolist() for name, value in column.items()} for key, column in episode.stats.items()}
-    added = {"episode_index": index, "tasks": [episode.task], "length": episode.table.num_rows}
-    _append_line(root, staged, "meta/episodes.jsonl", added)
-    _append_line(root, staged, "meta/episodes_stats.jsonl", {"episode_index": index, "stats": stats})
+def _stage_v21(root: Path, staged: Path, meta: Metadata, episodes: Sequence[FinishedEpisode]) -> Metadata:
+    for index, episode in enumerate(episodes, meta.info["total_episodes"] - len(episodes)):
+        place = {"episode_chunk": index // meta.info["chunks_size"], "episode_index": index}
+        pq.write_table(episode.table, _new_file(staged, meta.info["data_path"].format(**place)))
+        for key, video in episode.videos.items():
+            os.replace(video, _new_file(staged, meta.info["video_path"].format(video_key=key, **place)))
+        stats = {key: {name: value.tolist() for name, value in column.items()} for key, column in episode.stats.items()}
+        added = {"episode_index": index, "tasks": [episode.task], "length": episode.table.num_rows}
+        _append_line(root, staged, "meta/episodes.jsonl", added)
+        _append_line(root, staged, "meta/episodes_stats.jsonl", {"episode_index": index, "stats": stats})
     lines = [{"task_index": number, "task": task} for task, number in meta.tasks.items()]
     _new_file(staged, TASKS[V21]).write_text("".join(map(_json_line, lines)), "utf-8")
     return meta
 
 
-def _stage_v30(root: Path, staged: Path, meta: Metadata, episode: FinishedEpisode) -> Metadata:
-    length, total = episode.table.num_rows, meta.info["total_frames"]
+def _stage_v30(root: Path, staged: Path, meta: Metadata, episodes: Sequence[FinishedEpisode]) -> Metadata:
     last = None if meta.episodes is None else _last_row(meta.episodes)
-    row: dict[str, Any] = {"episode_index": meta.info["total_episodes"] - 1, "tasks": [episode.task], "length": length}
-    row |= _stage_rows(root, staged, meta, episode.table, last)
-    row |= {"dataset_from_index": total - length, "dataset_to_index": total}
-    for key, video in episode.videos.items():
-        row |= _stage_video(root, staged, meta, key, video, last, length=length)
-    for key, column in episode.stats.items():
-        row |= {f"stats/{key}/{name}": value.tolist() for name, value in column.items()}
+    place, append = _place(root, staged, meta, last, "meta/episodes", EPISODES_PATH.format)
+    begin = meta.info["total_frames"] - sum(episode.table.num_rows for episode in episodes)
+    rows: list[dict[str, Any]] = []
+    for index, (episode, located) in enumerate(
+        zip(episodes, _stage_rows(root, staged, meta, [episode.table for episode in episodes], last), strict=True),
+        meta.info["total_episodes"] - len(episodes),
+    ):
+        length = episode.table.num_rows
+        row: dict[str, Any] = {"episode_index": index, "tasks": [episode.task], "length": length, **located}
+        row |= {"dataset_from_index": begin, "dataset_to_index": (begin := begin + length)}
+        for key, video in episode.videos.items():
+            row |= _stage_video(root, staged, meta, key, video, last, length=length)
+        for key, column in episode.stats.items():
+            row |= {f"stats/{key}/{name}": value.tolist() for name, value in column.items()}
+        last = row | _located("meta/episodes", place)
+        rows.append(last)
 
-    place, append = _place(root, meta, last, "meta/episodes", EPISODES_PATH.format)
-    episodes = pa.Table.from_pylist([row | _located("meta/episodes", place)])
+    table = pa.Table.from_pylist(rows)
     if append and meta.episodes is not None:
-        episodes = pa.concat_tables([meta.episodes, episodes], promote_options="permissive")
-    stats = merge_stats([meta.stats, episode.stats])
-    pq.write_table(episodes, _new_file(staged, EPISODES_PATH.format(**place)))
+        table = pa.concat_tables([meta.episodes, table], promote_options="permissive")
+    stats = merge_stats([meta.stats, *(episode.stats for episode in episodes)])
+    pq.write_table(table, _new_file(staged, EPISODES_PATH.format(**place)))
     pq.write_table(_tasks_table(meta.tasks), _new_file(staged, TASKS[V30]))
     lists = {key: {name: value.tolist() for name, value in column.items()} for key, column in stats.items()}
     write_json(staged / "meta/stats.json", lists)
-    return Metadata(info=meta.info, tasks=meta.tasks, stats=stats, episodes=episodes)
+    return Metadata(info=meta.info, tasks=meta.tasks, stats=stats, episodes=table)
 
 
 def _place(
     root: Path,
+    staged: Path,
     meta: Metadata,
     last: Mapping[str, Any] | None,
     prefix: str,
@@ -215,12 +225,17 @@ def _place(
     if last is None:
         return {"chunk_index": 0, "file_index": 0}, False
     place = {name: last[f"{prefix}/{name}"] for name in ("chunk_index", "file_index")}
-    current = root / path_of(**place)
+    current = _newest(root, staged, path_of(**place))
     if not current.exists():
         raise DataError(f"{current} is missing", hint="a dataset can only be continued where all of its files are")
     if current.stat().st_size + added < meta.info[limit] * 2**20:
         return place, True
     return _following(place, meta.info["chunks_size"]), False
+
+
+def _newest(root: Path, staged: Path, relative: str) -> Path:
+    """A file as the episodes staged before have left it."""
+    return staged / relative if (staged / relative).exists() else root / relative
 
 
 def _following(place: Mapping[str, int], chunks_size: int) -> dict[str, int]:
@@ -234,20 +249,27 @@ def _located(prefix: str, place: Mapping[str, int]) -> dict[str, int]:
 
 
 def _stage_rows(
-    root: Path, staged: Path, meta: Metadata, table: pa.Table, last: Mapping[str, Any] | None
-) -> dict[str, int]:
-    """One row group per episode, as LeRobot has it: a reader can fetch an episode alone."""
-    path_of = meta.info["data_path"].format
-    place, append = _place(root, meta, last, "data", path_of, added=table.nbytes)
-    path = path_of(**place)
-    with pq.ParquetWriter(_new_file(staged, path), table.schema) as writer:
-        if append:
-            with pq.ParquetFile(root / path) as existing:
-                for group in range(existing.num_row_groups):
-                    rows = existing.read_row_group(group).select(table.column_names).cast(table.schema)
-                    writer.write_table(rows, row_group_size=max(len(rows), 1))
-        writer.write_table(table, row_group_size=len(table))
-    return _located("data", place)
+    root: Path, staged: Path, meta: Metadata, tables: Sequence[pa.Table], last: Mapping[str, Any] | None
+) -> list[dict[str, int]]:
+    """One row group per episode, as LeRobot has it: a reader can fetch an episode alone. Where each of them is."""
+    path_of, limit = meta.info["data_path"].format, meta.info["data_files_size_in_mb"] * 2**20
+    place, append = _place(root, staged, meta, last, "data", path_of, added=tables[0].nbytes)
+    located: list[dict[str, int]] = []
+    while len(located) < len(tables):
+        path, schema = path_of(**place), tables[0].schema
+        with pa.OSFile(str(_new_file(staged, path)), "wb") as file, pq.ParquetWriter(file, schema) as writer:
+            if append:
+                with pq.ParquetFile(root / path) as existing:
+                    for group in range(existing.num_row_groups):
+                        rows = existing.read_row_group(group).select(schema.names).cast(schema)
+                        writer.write_table(rows, row_group_size=max(len(rows), 1))
+            for count, table in enumerate(tables[len(located) :]):
+                if count and file.tell() + table.nbytes >= limit:
+                    break
+                writer.write_table(table, row_group_size=len(table))
+                located.append(_located("data", place))
+        place, append = _following(place, meta.info["chunks_size"]), False
+    return located
 
 
 def _stage_video(
@@ -264,13 +286,16 @@ def _stage_video(
     fps, prefix = meta.info["fps"], f"videos/{key}"
     path_of = partial(meta.info["video_path"].format, video_key=key)
     size = video.stat().st_size
-    place, append = _place(root, meta, last, prefix, path_of, added=size, limit="video_files_size_in_mb")
-    if append and not can_append(root / path_of(**place), video, fps=fps):
+    place, append = _place(root, staged, meta, last, prefix, path_of, added=size, limit="video_files_size_in_mb")
+    current = _newest(root, staged, path_of(**place))
+    if append and not can_append(current, video, fps=fps):
         place, append = _following(place, meta.info["chunks_size"]), False
     target = _new_file(staged, path_of(**place))
     first = 0
     if append:
-        first = append_video(root / path_of(**place), video, target, fps=fps)
+        if current == target:  # an episode staged before began or lengthened it
+            current = target.rename(video.with_suffix(".before"))
+        first = append_video(current, video, target, fps=fps)
     else:
         os.replace(video, target)
     times = {"from_timestamp": first / fps, "to_timestamp": (first + length) / fps}
@@ -315,7 +340,8 @@ def _new_file(staged: Path, relative: str) -> Path:
 
 
 def _append_line(root: Path, staged: Path, relative: str, value: Mapping[str, Any]) -> None:
-    before = (root / relative).read_text("utf-8") if (root / relative).exists() else ""
+    current = _newest(root, staged, relative)
+    before = current.read_text("utf-8") if current.exists() else ""
     newline = "" if before.endswith("\n") or not before else "\n"
     _new_file(staged, relative).write_text(before + newline + _json_line(value), "utf-8")
 

@@ -136,6 +136,11 @@ class ACRLPDDataLoader:
         return self._step
 
     @property
+    def has_borders(self) -> bool:
+        """Are the dataset's pictures held with the borders that make them square? Replayed ones must be as well."""
+        return self._pool is not None and bool(getattr(self._pool.source, "letterbox", False))
+
+    @property
     def stall_fraction(self) -> float:
         """Share of the time since the first batch (or `reset_stall`) that the caller spent waiting for batches."""
         return 0.0 if self._began is None else self._waited / max(time.perf_counter() - self._began, 1e-9)
@@ -345,7 +350,7 @@ class ACRLPDDataLoader:
         return images
 
 
-def put_on_devices(batch: ChunkBatch, sharding: Any) -> ChunkBatch:
+def put_on_devices(batch: Any, sharding: Any) -> Any:
     """Global arrays from each process's rows; every leaf is split along its first axis."""
     import jax
 

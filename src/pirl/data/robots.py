@@ -339,6 +339,19 @@ def generic(
     )
 
 
+_OGBENCH_STATES = {
+    "cube_single": 28,
+    "cube_double": 37,
+    "cube_triple": 46,
+    "cube_quadruple": 55,
+    "cube_octuple": 91,
+    "scene": 40,
+    "puzzle_3x3": 55,
+    "puzzle_4x4": 83,
+    "puzzle_4x5": 99,
+    "puzzle_4x6": 115,
+}
+
 ROBOTS: Mapping[str, Robot] = {
     robot.name: robot
     for robot in (
@@ -348,6 +361,25 @@ ROBOTS: Mapping[str, Robot] = {
         libero(name="libero_delta", delta=True),
         droid(),
         droid(name="droid_joint_position", joint_position=True),
+        # The embedded simulator, `envs.tabletop`.
+        generic(
+            name="tabletop",
+            state_dim=4,
+            action_dim=3,
+            cameras={
+                BASE_CAMERA: ("observation/image", "image", f"{LEROBOT_IMAGES}.image"),
+                LEFT_WRIST_CAMERA: ("observation/wrist_image", "wrist_image", f"{LEROBOT_IMAGES}.wrist_image"),
+            },
+            optional_cameras=(LEFT_WRIST_CAMERA,),
+        ),
+        # OGBench: one robot, but its state also holds the objects, whose number differs; pictures replace them.
+        *(generic(name=f"ogbench_{world}", state_dim=dim, action_dim=5) for world, dim in _OGBENCH_STATES.items()),
+        generic(
+            name="ogbench_visual",
+            state_dim=19,
+            action_dim=5,
+            cameras={BASE_CAMERA: (IMAGE, f"{LEROBOT_IMAGES}.{IMAGE}")},
+        ),
         # The point on a plane of `data.synthetic`, for trying things out.
         generic(name="synthetic", state_dim=2, action_dim=2, cameras={BASE_CAMERA: IMAGE}),
     )

@@ -33,7 +33,7 @@ from pirl.data.episode_files import (
     next_task_index,
     read_metadata,
     recover,
-    stage_episode,
+    stage_episodes,
 )
 from pirl.data.episode_stats import Stats, column_stats, image_histogram, image_stats
 from pirl.data.lerobot import INFO_FILE
@@ -110,7 +110,7 @@ class LeRobotWriter:
 
         A frame that is refused leaves the episode as it was.
         """
-        where = f"{self.root}, episode {self.num_episodes}, frame {self._length}"
+        where = f"{self.root}, episode {self._next_index}, frame {self._length}"
         values = check_frame(self._columns, frame, where=where)
         try:
             if not self._length:
@@ -122,8 +122,12 @@ class LeRobotWriter:
             raise
         self._length += 1
 
-    def add_episode(self, columns: Mapping[str, Any], *, task: str) -> int:
-        """Saves a whole episode, given as one array (or sequence) with a row per frame for each feature."""
+    def add_episode(self, columns: Mapping[str, Any], *, task: str, save: bool = True) -> int:
+        """Saves a whole episode, given as one array (or sequence) with a row per frame for each feature.
+
+        Without `save` it is encoded, and waits for the next `save`. Many short episodes are saved much faster together:
+        the files they share with those before are copied once.
+        """
         if self._length:
             raise DataError(f"{self.root}: {self._length} frames are not saved", hint="save or discard them first")
         lengths = {key: len(values) for key, values in columns.items()}
@@ -132,41 +136,42 @@ class LeRobotWriter:
         try:
             for t in range(next(iter(lengths.values()))):
                 self.add_frame({key: values[t] for key, values in columns.items()})
-            return self.save_episode(task=task)
+            return self.save_episode(task=task) if save else self._finish(task)
         except BaseException:
             self.discard_episode()
             raise
 
     def save_episode(self, *, task: str) -> int:
         """Makes the frames added so far an episode of the dataset and returns its index."""
-        index = self.num_episodes
-        if not self._length:
-            raise DataError(f"{self.root}: episode {index} has no frames", hint="call add_frame first")
-        if not task.strip():
-            raise DataError(f"{self.root}: episode {index} has no task", hint="say what the robot is to do, in words")
-        try:
-            videos = {key: self._video_path(key) for key in self._videos}
-            for video in self._videos.values():
-                video.close()
-            after = self._stage(task, videos)
-            commit(self.root)
-            self._meta = after
-            recover(self.root)
-        finally:
-            self.discard_episode()
+        index = self._finish(task)
+        self.save()
         return index
 
+    def save(self) -> None:
+        """Makes the episodes that wait part of the dataset, all or none of them."""
+        if self._length:
+            raise DataError(f"{self.root}: {self._length} frames belong to no episode", hint="save or discard them")
+        try:
+            if self._waiting:
+                after = stage_episodes(self.root, self._meta, self._waiting)
+                commit(self.root)
+                self._meta = after
+                recover(self.root)
+        finally:
+            self._reset()
+
     def discard_episode(self) -> None:
-        """Forgets the frames added since the last saved episode."""
+        """Forgets the frames added since the last episode."""
         for video in self._videos.values():
             with suppress(Exception):  # flushing keeps the encoder from complaining; the file is deleted anyway
                 video.close()
-        shutil.rmtree(self.root / STAGE / "episode", ignore_errors=True)
-        self._reset()
+        shutil.rmtree(self._episode_folder, ignore_errors=True)
+        self._start()
 
     def close(self) -> None:
-        """Ends the session; frames that were not saved are discarded."""
+        """Ends the session; what was not saved is discarded."""
         self.discard_episode()
+        self._reset()
         self._release()
 
     def __enter__(self) -> "LeRobotWriter":
@@ -175,20 +180,25 @@ class LeRobotWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        unsaved = self._length
+        unsaved, waiting = self._length, len(self._waiting)
         self.close()
         if unsaved and kind is None:
             raise DataError(
                 f"{self.root}: the last {unsaved} frames belong to no episode and were discarded",
                 hint="call save_episode(task=...) or discard_episode() before leaving the with block",
             )
+        if waiting and kind is None:
+            raise DataError(
+                f"{self.root}: the last {waiting} episodes were not saved and were discarded",
+                hint="call save() before leaving the with block",
+            )
 
     def _open_videos(self) -> None:
-        (self.root / STAGE / "episode").mkdir(parents=True, exist_ok=True)
         for column in self._columns:
             if column.dtype == "video" and self._encoding is not None:
                 height, width, _ = column.shape
                 path, fps = self._video_path(column.key), self._meta.info["fps"]
+                path.parent.mkdir(parents=True, exist_ok=True)
                 video = EpisodeVideo(path, fps=fps, height=height, width=width, encoding=self._encoding)
                 self._videos[column.key] = video
 
@@ -200,23 +210,53 @@ class LeRobotWriter:
         else:
             self._values[column.key].append(encode_png(value) if column.is_picture else value)
 
-    def _stage(self, task: str, videos: Mapping[str, Path]) -> Metadata:
+    @property
+    def _next_index(self) -> int:
+        return self.num_episodes + len(self._waiting)
+
+    @property
+    def _episode_folder(self) -> Path:
+        return self.root / STAGE / "episode" / str(self._next_index)
+
+    def _finish(self, task: str) -> int:
+        """The frames added so far become an episode that waits to be saved; its index."""
+        index = self._next_index
+        if not self._length:
+            raise DataError(f"{self.root}: episode {index} has no frames", hint="call add_frame first")
+        if not task.strip():
+            raise DataError(f"{self.root}: episode {index} has no task", hint="say what the robot is to do, in words")
+        try:
+            for video in self._videos.values():
+                video.close()
+            self._waiting.append(self._finished(task))
+        except BaseException:
+            self.discard_episode()
+            raise
+        self._waiting_frames += self._length
+        self._start()
+        return index
+
+    def _finished(self, task: str) -> FinishedEpisode:
         steps = np.arange(self._length)
+        self._tasks[task] = next_task_index(self._tasks, task)
         values: dict[str, Any] = {
             "timestamp": steps / self._meta.info["fps"],
             "frame_index": steps,
-            "episode_index": np.full(self._length, self.num_episodes),
-            "index": steps + self.num_frames,
-            "task_index": np.full(self._length, next_task_index(self._meta.tasks, task)),
+            "episode_index": np.full(self._length, self._next_index),
+            "index": steps + self.num_frames + self._waiting_frames,
+            "task_index": np.full(self._length, self._tasks[task]),
         }
         for column in self._columns:
             if column.dtype != "video":
                 rows = self._values[column.key]
                 values[column.key] = rows if column.dtype in ("string", "image") else np.stack(rows)
         version = self._meta.info["codebase_version"]
-        table = make_table(self._all_columns, values, version=version)
-        stats = self._stats(values, quantiles=version == V30)
-        return stage_episode(self.root, self._meta, FinishedEpisode(task=task, table=table, videos=videos, stats=stats))
+        return FinishedEpisode(
+            task=task,
+            table=make_table(self._all_columns, values, version=version),
+            videos={key: self._video_path(key) for key in self._videos},
+            stats=self._stats(values, quantiles=version == V30),
+        )
 
     def _stats(self, values: Mapping[str, Any], *, quantiles: bool) -> Stats:
         stats: Stats = {}
@@ -228,9 +268,18 @@ class LeRobotWriter:
         return stats
 
     def _video_path(self, key: str) -> Path:
-        return self.root / STAGE / "episode" / f"{key}.mp4"
+        return self._episode_folder / f"{key}.mp4"
 
     def _reset(self) -> None:
+        """No episode waits any more."""
+        shutil.rmtree(self.root / STAGE / "episode", ignore_errors=True)
+        self._waiting: list[FinishedEpisode] = []
+        self._waiting_frames = 0
+        self._tasks = {**self._meta.tasks}
+        self._start()
+
+    def _start(self) -> None:
+        """No frame belongs to the next episode yet."""
         self._length = 0
         self._values: dict[str, list[Any]] = {c.key: [] for c in self._columns if c.dtype != "video"}
         self._histograms: dict[str, list[np.ndarray]] = {c.key: [] for c in self._columns if c.is_picture}

@@ -68,7 +68,7 @@ class OGBenchConfig:
     render_size: int = 64
     """Height and width of the pictures of visual tasks."""
     fast_render: bool = True
-    """No shadows, reflections or multisampling: fifteen times faster, but not what OGBench's own datasets show."""
+    """No shadows, reflections or multisampling: five times faster, but not what OGBench's own datasets show."""
 
     def __post_init__(self) -> None:
         _check_sizes("OGBenchConfig", self.render_size)
@@ -88,7 +88,7 @@ class LiberoConfig:
     task_ids: tuple[int, ...] | None = None
     """Of the suite's tasks, only these; None: all."""
     assets: str | None = None
-    """Folder of LIBERO's assets; None: those the package has, or LIBERO's own setting."""
+    """Folder of LIBERO's assets; None: $PIRL_LIBERO_ASSETS, else those inside the package, or downloaded by it."""
     render_size: int = 256
     """Height and width that are rendered; OpenPI's evaluation renders 256."""
     fast_render: bool = False
@@ -99,7 +99,16 @@ class LiberoConfig:
     max_steps: int | None = None
     """Steps of an episode; None: the suite's, as in OpenPI's evaluation."""
     seed: int = 7
-    """Seed of the simulator, which places fixtures; 7 as in OpenPI's evaluation."""
+    """Seed of the simulator, which places fixtures; the initial state's number is added to it, and 7 is OpenPI's."""
+    keep_tasks: int = 2
+    """Simulators that are kept, one for each task; a further one costs about 200 MB, to build one a second or two."""
+
+    def __post_init__(self) -> None:
+        if self.keep_tasks < 1 or self.render_size < 1 or self.wait_steps < 0:
+            raise ConfigError(
+                f"env: keep_tasks {self.keep_tasks}, render_size {self.render_size}, wait_steps {self.wait_steps}",
+                hint="at least one simulator and one pixel, and no negative number of steps",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
+from pirl.models.placement import by_sample
 from pirl.models.remat import rematerialised
 
 MASKED = -2.3819763e38
@@ -194,6 +195,7 @@ def _block(
     cond: Float[Array, "... W"] | None,
 ) -> tuple[Array, tuple[Array, Array]]:
     """Norm, attention, residual, norm, gated feed-forward, residual. Returns the block's keys and values as well."""
+    x = by_sample(x)
     h, gate = _rms_norm(w["pre_attention_norm"], x, cond)
     q = _einsum("...td,ndh->...tnh", h, w["attn"]["q_einsum"], config.attn_lora)
     k, v = _einsum("...td,ckdh->c...tkh", h, w["attn"]["kv_einsum"], config.attn_lora)
@@ -272,7 +274,7 @@ def _feed_forward(params: Params, x: Float[Array, "... T W"]) -> Float[Array, ".
             w = params[key] if index is None else params[key][index]
             return w.astype(x.dtype)
 
-        out = x @ weight(name)
+        out = by_sample(x @ weight(name))
         return out + (x @ weight(f"{name}_lora_a")) @ weight(f"{name}_lora_b") if f"{name}_lora_a" in params else out
 
     gate = checkpoint_name(dot(x, "gating_einsum", 0), "gate")

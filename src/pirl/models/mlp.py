@@ -33,6 +33,11 @@ class MLPFlow:
         """Size of an action."""
         return self.config.action_dim
 
+    @property
+    def condition_path(self) -> str:
+        """The bias of the layer that reads the noisy chunk."""
+        return "dense_0/bias"
+
     def declare(self) -> dict[str, Leaf]:
         """Every parameter."""
         c = self.config

@@ -19,6 +19,7 @@ from pirl.models import gemma, preprocess, siglip
 from pirl.models.config import Pi0Config
 from pirl.models.observation import Observation
 from pirl.models.params import Leaf, Params, initialize, lecun_normal, prefixed, shapes_of, zeros
+from pirl.models.placement import by_sample
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
 """Periods of the flow time's embedding."""
@@ -60,6 +61,11 @@ class Pi0:
     def action_dim(self) -> int:
         """Dimension of padded actions."""
         return self.config.action_dim
+
+    @property
+    def condition_path(self) -> str:
+        """The bias under which noisy actions become tokens."""
+        return "action_in_proj/bias"
 
     def init(self, key: Array) -> Params:
         """Fresh parameters, initialised as OpenPI does."""
@@ -192,4 +198,4 @@ def embed_time(t: Float[Array, "B N"], width: int) -> Float[Array, "B N W"]:
 
 def _linear(params: Params, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
     """A head. It has no type of its own: float32 weights or inputs make a float32 result, as in OpenPI."""
-    return x @ params["kernel"] + params["bias"]
+    return by_sample(x @ params["kernel"] + params["bias"])

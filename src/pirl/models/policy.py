@@ -37,3 +37,12 @@ class FlowPolicy(Protocol):
         self, params: Params, context: Any, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
     ) -> Float[Array, "B N H A"]:
         """dx/dt at N noisy chunks per observation; t = 1 is noise, t = 0 is data."""
+
+
+@runtime_checkable
+class Conditionable(Protocol):
+    """A policy that can be told something more: by a vector that is added to one of its biases."""
+
+    @property
+    def condition_path(self) -> str:
+        """Path of that bias. It is one that noisy chunks pass by, and that `encode` does not read."""

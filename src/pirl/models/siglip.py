@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from pirl.models.config import Pi0Config, SigLIPConfig
 from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixed, xavier_uniform, zeros
+from pirl.models.placement import by_sample
 from pirl.models.remat import rematerialised
 
 
@@ -49,12 +50,13 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
     x = (x + params["pos_embedding"]).astype(dtype)
 
     def block(x: Array, w: Params) -> tuple[Array, None]:
+        x = by_sample(x)
         x = x + _attention(w["MultiHeadDotProductAttention_0"], _layer_norm(w["LayerNorm_0"], x))
         h = checkpoint_name(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
         return x + _dense(w["MlpBlock_0"]["Dense_1"], jax.nn.gelu(h, approximate=True)), None
 
     x, _ = jax.lax.scan(rematerialised(block, config.remat), x, params["Transformer"]["encoderblock"])
-    return _dense(params["head"], _layer_norm(params["Transformer"]["encoder_norm"], x))
+    return by_sample(_dense(params["head"], _layer_norm(params["Transformer"]["encoder_norm"], by_sample(x))))
 
 
 def _patches(images: Float[Array, "B h w 3"], patch: int) -> Float[Array, "B P K"]:

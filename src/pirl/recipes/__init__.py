@@ -10,9 +10,9 @@ from pathlib import Path
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.errors import ConfigError, did_you_mean
-from pirl.recipes import aloha, debug, droid, libero
+from pirl.recipes import aloha, debug, droid, libero, tabletop
 
-_MODULES = (debug, aloha, libero, droid)
+_MODULES = (debug, tabletop, aloha, libero, droid)
 
 RECIPES: Mapping[str, RLTrainConfig] = {recipe.name: recipe for module in _MODULES for recipe in module.RECIPES}
 """Every recipe by its name."""

@@ -53,6 +53,11 @@ class CollectStats:
     lost: list[tuple[Job, str]] = field(default_factory=list)
     """Episodes given up, and why."""
 
+    def add(self, other: "CollectStats") -> None:
+        """Count another collection as part of this one."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def metrics(self, batch_size: int) -> dict[str, float]:
         """For the log."""
         total = max(self.total_seconds, 1e-9)

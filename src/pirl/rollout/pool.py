@@ -5,18 +5,27 @@ other machines (`rollout.ray`). Where an environment or its worker fails, the sl
 gone, the slot itself is ready for the next context.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Float32
 
 from pirl.envs.config import EnvConfig
-from pirl.envs.env import EnvBatch, RawObservation
+from pirl.envs.env import EnvBatch, RawObservation, SeparateEnvs
 from pirl.envs.make import make_batch
 from pirl.errors import EnvError
 from pirl.records import Array, Context
+
+Build = EnvConfig | Callable[[int], EnvBatch]
+"""What environments are made of: a configuration, or a function from their number to a batch of them. Where they run in
+other processes it is a function of a module, or a `functools.partial` of one: it is sent by its name."""
+
+Shapes = dict[str, tuple[int, ...]]
+"""The shapes that observations had so far, by key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +100,7 @@ class EnvPool(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-def start_episodes(batch: EnvBatch, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
+def start_episodes(batch: EnvBatch, contexts: Mapping[int, Context], shapes: Shapes) -> dict[int, Started | Lost]:
     """`EnvPool.start` for environments in this process. A slot that fails does not touch the others."""
     answers: dict[int, Started | Lost] = {}
     for slot, context in contexts.items():
@@ -100,13 +109,13 @@ def start_episodes(batch: EnvBatch, contexts: Mapping[int, Context]) -> dict[int
         except Exception as error:  # a simulator may raise anything
             answers[slot] = Lost(reason=_describe(error))
     begun = [slot for slot in contexts if slot not in answers]
-    for slot, seen in _look(batch, begun, pictures=True).items():
+    for slot, seen in _look(batch, begun, shapes, pictures=True).items():
         answers[slot] = seen if isinstance(seen, Lost) else Started(observation=seen)
     return answers
 
 
 def execute_chunks(
-    batch: EnvBatch, chunks: Mapping[int, Float[Array, "h A"]], *, every_picture: bool
+    batch: EnvBatch, chunks: Mapping[int, Float[Array, "h A"]], shapes: Shapes, *, every_picture: bool
 ) -> dict[int, Advanced | Lost]:
     """`EnvPool.advance` for environments in this process."""
     answers: dict[int, Advanced | Lost] = {}
@@ -127,7 +136,7 @@ def execute_chunks(
         ended = [slot for slot in acting if any(over[slot][:2])]
         last = [slot for slot in acting if slot in ended or step == len(chunks[slot]) - 1]
         for pictures, slots in ((True, last), (every_picture, [slot for slot in acting if slot not in last])):
-            for slot, observation in _look(batch, slots, pictures=pictures).items():
+            for slot, observation in _look(batch, slots, shapes, pictures=pictures).items():
                 if isinstance(observation, Lost):
                     answers[slot] = observation
                 else:
@@ -149,42 +158,46 @@ def execute_chunks(
 def _act(
     batch: EnvBatch, slots: Sequence[int], actions: Mapping[int, Array]
 ) -> dict[int, tuple[float, bool, bool, bool] | Lost]:
-    """One action in each slot; together where all goes well, one by one to find out who failed where not."""
-    try:
-        outcomes = batch.act(slots, np.stack([actions[slot] for slot in slots])) if slots else None
-    except Exception as error:
-        if len(slots) == 1:
-            return {slots[0]: Lost(reason=_describe(error))}
-        # Which of them acted is not known, so none of them can go on.
-        return {slot: Lost(reason=f"beside a slot that failed: {_describe(error)}") for slot in slots}
+    """One action in each slot. Environments that are stepped one after the other also fail one by one; a vectorised
+    batch fails as a whole, since nobody knows which of its slots have acted.
+    """
     found: dict[int, tuple[float, bool, bool, bool] | Lost] = {}
-    for i, slot in enumerate(slots if outcomes is not None else ()):
-        reward, terminated, truncated, success = (column[i] for column in outcomes)  # type: ignore[union-attr]
-        if np.isfinite(reward):
-            found[slot] = float(reward), bool(terminated), bool(truncated), bool(success)
-        else:
-            found[slot] = Lost(reason=f"the environment's reward is {reward}")
+    for group in [[slot] for slot in slots] if isinstance(batch, SeparateEnvs) else [slots] if slots else []:
+        try:
+            outcomes = batch.act(group, np.stack([actions[slot] for slot in group]))
+            for slot, reward, *flags in zip(group, *(np.asarray(column).tolist() for column in outcomes), strict=True):
+                if np.isfinite(float(reward)):
+                    terminated, truncated, success = map(bool, flags)
+                    found[slot] = float(reward), terminated, truncated, success
+                else:
+                    found[slot] = Lost(reason=f"the environment's reward is {reward}")
+        except Exception as error:
+            beside = "beside a slot that failed: " if len(group) > 1 else ""
+            found |= {slot: Lost(reason=beside + _describe(error)) for slot in group}
     return found
 
 
-def _look(batch: EnvBatch, slots: Sequence[int], *, pictures: bool) -> dict[int, RawObservation | Lost]:
+def _look(batch: EnvBatch, slots: Sequence[int], shapes: Shapes, *, pictures: bool) -> dict[int, RawObservation | Lost]:
     """What each slot shows, if it can be used."""
     if not slots:
         return {}
     try:
         observations = batch.observe(slots, pictures=pictures)
+        return {slot: _checked(seen, shapes) for slot, seen in zip(slots, observations, strict=True)}
     except Exception as error:
         if len(slots) == 1:
             return {slots[0]: Lost(reason=_describe(error))}
-        return {slot: found for slot in slots for found in _look(batch, [slot], pictures=pictures).values()}
-    return {slot: _checked(observation) for slot, observation in zip(slots, observations, strict=True)}
+        return {slot: seen for one in slots for slot, seen in _look(batch, [one], shapes, pictures=pictures).items()}
 
 
-def _checked(observation: RawObservation) -> RawObservation | Lost:
+def _checked(observation: RawObservation, shapes: Shapes) -> RawObservation | Lost:
+    """The observation, if it is made of finite numbers and can be stacked with those before it."""
     for key, value in observation.items():
         array = np.asarray(value)
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
             return Lost(reason=f"observation {key!r} of shape {array.shape} is not finite")
+        if (shape := shapes.setdefault(key, array.shape)) != array.shape:
+            return Lost(reason=f"observation {key!r} has shape {array.shape}; before, it had {shape}")
     return observation
 
 
@@ -195,18 +208,30 @@ def _describe(error: Exception) -> str:
 class LocalPool:
     """Environments in this process, stepped in turn."""
 
-    def __init__(self, config: EnvConfig, size: int) -> None:
+    restarts = 0
+    """Workers that had to be replaced: there are none."""
+
+    def __init__(self, build: Build, size: int) -> None:
         self.size = size
-        self._batch = make_batch(config, size)
+        self.waited = 0.0
+        """Seconds spent in the environments, or waiting for them."""
+        self._batch = (build if callable(build) else partial(make_batch, build))(size)
+        self._shapes: Shapes = {}
         self.info = EnvInfo.of(self._batch)
 
     def start(self, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
         """Begin an episode in each of the slots."""
-        return start_episodes(self._batch, contexts)
+        began = time.perf_counter()
+        answers = start_episodes(self._batch, contexts, self._shapes)
+        self.waited += time.perf_counter() - began
+        return answers
 
     def advance(self, chunks: Mapping[int, Float[Array, "h A"]], *, every_picture: bool) -> dict[int, Advanced | Lost]:
         """Execute a chunk in each of the slots, stopping where an episode ends."""
-        return execute_chunks(self._batch, chunks, every_picture=every_picture)
+        began = time.perf_counter()
+        answers = execute_chunks(self._batch, chunks, self._shapes, every_picture=every_picture)
+        self.waited += time.perf_counter() - began
+        return answers
 
     def close(self) -> None:
         """Free what the simulators hold."""

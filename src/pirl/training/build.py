@@ -1,6 +1,9 @@
-"""From a configuration to the parts of a run: policy, critic, agent, loader, weights to start from."""
+"""From a configuration to the parts of a run: policy, critic, agent, batches, environments, weights to start from."""
 
 import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,13 +12,16 @@ import optax
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent
 from pirl.agents.bc import BC
-from pirl.agents.config import BCConfig
+from pirl.agents.config import BCConfig, RIPTConfig
 from pirl.agents.learner import Learner
+from pirl.agents.ript import RIPT
 from pirl.config import RLTrainConfig
 from pirl.data import create
 from pirl.data.create import create_acrlpd_data_loader, create_transform
 from pirl.data.loader import ACRLPDDataLoader
+from pirl.data.replay import ReplayBuffer
 from pirl.data.transforms import Transform
+from pirl.errors import ConfigError
 from pirl.models import pi0
 from pirl.models.config import MLPFlowConfig, Pi0Config
 from pirl.models.critic import Critic, make_critic
@@ -25,8 +31,15 @@ from pirl.models.params import Params
 from pirl.models.pi0 import Pi0
 from pirl.models.policy import FlowPolicy
 from pirl.models.weights import check_finite, load
+from pirl.rollout.collector import Collector
+from pirl.rollout.curriculum import Curriculum
+from pirl.rollout.make_pool import make_pool
+from pirl.rollout.policy import ChunkPolicy
+from pirl.rollout.pool import EnvPool
+from pirl.training.evaluator import Evaluator
 from pirl.training.optim import make_optimizer, make_schedule
 from pirl.training.sharding import data_sharding, sharded_shapes
+from pirl.training.streams import DatasetStream, GroupStream, OnlineStream, Stream
 
 
 def build_policy(config: RLTrainConfig) -> FlowPolicy:
@@ -56,8 +69,22 @@ def build_agent(config: RLTrainConfig) -> Agent:
         mask=mask,
         ema_decay=config.policy_ema_decay,
     )
+    encoder_frozen = isinstance(config.model, MLPFlowConfig) or config.freeze_rule in ("vlm_frozen", "expert_only")
+    common: dict[str, Any] = {
+        "policy": policy,
+        "real_action_dim": config.real_action_dim,
+        "flow_steps": config.rollout.flow_steps,
+    }
     if isinstance(config.agent, BCConfig):
-        return BC(policy=policy, config=config.agent, learner=policy_learner, real_action_dim=config.real_action_dim)
+        return BC(config=config.agent, learner=policy_learner, **common)
+    if isinstance(config.agent, RIPTConfig):
+        return RIPT(
+            config=config.agent,
+            learner=policy_learner,
+            encoder_frozen=encoder_frozen,
+            compute_dtype=config.model.dtype if isinstance(config.model, Pi0Config) else "float32",
+            **common,
+        )
     critic_learner = Learner(
         tx=make_optimizer(config.critic_optimizer, make_schedule(config.critic_schedule)),
         ema_decay=config.agent.critic_ema_decay,
@@ -68,7 +95,8 @@ def build_agent(config: RLTrainConfig) -> Agent:
         config=config.agent,
         policy_learner=policy_learner,
         critic_learner=critic_learner,
-        encoder_frozen=isinstance(config.model, MLPFlowConfig) or config.freeze_rule in ("vlm_frozen", "expert_only"),
+        encoder_frozen=encoder_frozen,
+        flow_steps=config.rollout.flow_steps,
     )
 
 
@@ -99,7 +127,125 @@ def build_transform(config: RLTrainConfig) -> Transform:
     )
 
 
-def build_loader(config: RLTrainConfig, transform: Transform, mesh: Any) -> ACRLPDDataLoader:
+@contextmanager
+def build_acting(
+    config: RLTrainConfig, agent: Agent, transform: Transform, mesh: Any
+) -> Iterator[tuple[Stream, Evaluator | None]]:
+    """Where batches come from, and the evaluation: with the datasets, environments and replay buffer they need."""
+    with ExitStack() as parts:
+        loader = replay = pool = None
+        if config.env is not None and (config.acts or config.evaluation):
+            pool = parts.enter_context(build_pool(config))
+        if config.online is not None:
+            limits = {"max_episodes": config.data.replay_episodes, "max_bytes": config.data.replay_bytes}
+            replay = ReplayBuffer(cameras=config.cameras, **limits)
+        if not isinstance(config.agent, RIPTConfig) or config.agent.bc_weight > 0:
+            loader = parts.enter_context(build_loader(config, transform, mesh, replay))
+        yield (
+            build_stream(config, agent, transform, mesh, loader, replay, pool),
+            build_evaluator(config, agent, transform, pool),
+        )
+
+
+def build_pool(config: RLTrainConfig) -> EnvPool:
+    """The environments."""
+    if config.env is None:
+        raise ConfigError(f"{config.name} has no environment", hint="name one: --env, or take a recipe that has one")
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"{jax.process_count()} processes train together, and one of them alone can act",
+            hint="act with one process on any number of devices (rollout.backend ray for environments elsewhere), "
+            "or train offline on the episodes `pirl record` wrote",
+        )
+    pool = make_pool(config.env, config.rollout)
+    if pool.info.robot != config.data.robot:
+        pool.close()
+        raise ConfigError(
+            f"the environment is of robot {pool.info.robot!r}, the data of {config.data.robot!r}",
+            hint=f"set data.robot to {pool.info.robot}, or take another environment",
+        )
+    return pool
+
+
+def build_chunk_policy(config: RLTrainConfig, agent: Agent, transform: Transform, *, best_of: int = 1) -> ChunkPolicy:
+    """The agent, acting in as many environments as `rollout.num_envs`."""
+    act = agent.act
+    if best_of > 1:
+        if not isinstance(agent, ACRLPD):
+            raise ConfigError(
+                f"best of {best_of} without a critic", hint="only ACRLPD has one to choose with: best_of 1"
+            )
+        act = partial(agent.act, candidates=best_of)
+    return ChunkPolicy(
+        act, transform, batch_size=config.rollout.num_envs, execute=config.execute, cameras=config.cameras
+    )
+
+
+def build_evaluator(
+    config: RLTrainConfig, agent: Agent, transform: Transform, pool: EnvPool | None
+) -> Evaluator | None:
+    """Evaluation during training, if it is asked for."""
+    if config.evaluation is None or pool is None:
+        return None
+    policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
+    return Evaluator(pool, policy, config.evaluation, key=_key(config, "eval"), retries=config.rollout.retries)
+
+
+def build_stream(
+    config: RLTrainConfig,
+    agent: Agent,
+    transform: Transform,
+    mesh: Any,
+    loader: ACRLPDDataLoader | None,
+    replay: ReplayBuffer | None,
+    pool: EnvPool | None,
+) -> Stream:
+    """Batches of the kind the algorithm learns from."""
+    if pool is None or not config.acts:
+        assert loader is not None  # only RIPT does without, and it acts
+        return DatasetStream(loader)
+    policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
+    collector = Collector(
+        pool,
+        policy,
+        key=_key(config, "collect"),
+        directory=config.run_dir / "rollouts",
+        retries=config.rollout.retries,
+        every_picture=replay is not None,
+    )
+    if isinstance(config.agent, RIPTConfig):
+        return GroupStream(
+            collector,
+            Curriculum(config.curriculum, pool.info, config.seed),
+            config.agent,
+            batch_size=config.batch_size,
+            horizon=config.horizon,
+            seed=config.seed,
+            demonstrations=loader,
+            sharding=data_sharding(mesh),
+        )
+    assert loader is not None
+    assert replay is not None
+    assert config.online is not None
+    return OnlineStream(
+        loader,
+        replay,
+        collector,
+        Curriculum(config.online.curriculum, pool.info, config.seed),
+        config.online,
+        borders=loader.has_borders,
+        directory=config.run_dir / "replay",
+    )
+
+
+def _key(config: RLTrainConfig, what: str) -> jax.Array:
+    """Randomness of its own, apart from that of the updates."""
+    return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(what.encode()))
+
+
+def build_loader(
+    config: RLTrainConfig, transform: Transform, mesh: Any, replay: ReplayBuffer | None = None
+) -> ACRLPDDataLoader:
     """Batches on the devices of the mesh, each host reading its share."""
     return create_acrlpd_data_loader(
         config.data,
@@ -107,6 +253,7 @@ def build_loader(config: RLTrainConfig, transform: Transform, mesh: Any) -> ACRL
         horizon=config.horizon,
         discount=config.discount,
         batch_size=config.batch_size,
+        replay=replay,
         next_observations=config.has_critic,
         sharding=data_sharding(mesh),
         host_id=jax.process_index(),

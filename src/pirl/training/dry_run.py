@@ -8,21 +8,22 @@ from rich.table import Table
 
 from pirl.agents.agent import TrainState
 from pirl.config import RLTrainConfig
-from pirl.data.loader import ACRLPDDataLoader
+from pirl.training.flops import count_flops, update_flops
 from pirl.training.memory import breakdown
 from pirl.training.sharding import FSDP_AXIS, replicated, validate_fsdp_sharding
+from pirl.training.streams import Stream
 
 GIB = 2**30
 
 
 def describe_run(
-    config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any, loader: ACRLPDDataLoader
+    config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any, stream: Stream
 ) -> None:
     """Print the state's size by part, where it lies, and what the compiled step needs."""
     console = Console()
     console.print(str(breakdown(shapes, fsdp=mesh.shape[FSDP_AXIS])), markup=False)
     placed = validate_fsdp_sharding(shapes, mesh)
-    batch = loader.sample_batch()
+    batch = stream.example()
     key = jax.random.key(0)
     compiled = update.lower(shapes, batch, jax.device_put(key, replicated(mesh))).compile()
     table = Table(title=f"{config.name}: one step, compiled", show_header=False)
@@ -31,9 +32,9 @@ def describe_run(
     if memory := compiled.memory_analysis():
         table.add_row("arguments per device", f"{memory.argument_size_in_bytes / GIB:.2f} GiB")
         table.add_row("temporaries per device", f"{memory.temp_size_in_bytes / GIB:.2f} GiB")
-    costs = compiled.cost_analysis() or {}
-    if "flops" in costs:
-        table.add_row("floating-point operations per device", f"{costs['flops'] / 1e12:.4g} TFLOP (loops counted once)")
+    needed, run = update_flops(config, shapes, batch), count_flops(update, shapes, batch, key)
+    again = f", and {(run - needed) / 1e12:.4g} again to save memory" if run > needed else ""
+    table.add_row("arithmetic, all devices", f"{needed / 1e12:.4g} TFLOP{again}")
     table.add_row("batch", ", ".join(f"{name} {tuple(x.shape)}" for name, x in _named(batch)))
     console.print(table)
     console.print("dry run: nothing was written")

@@ -1,7 +1,8 @@
 """Stopping politely: the first SIGINT or SIGTERM ends the run after its current step, with a checkpoint."""
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -9,21 +10,37 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+SECONDS, MOST_STEPS = 2.0, 50
+"""Hosts ask each other about this often, but at least once in so many steps: asking waits for all of them."""
+
 
 class StopRequest:
     """Has anybody asked the run to stop?"""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signal: signal.Signals | None = None
+        self._clock = clock
+        self._last: tuple[int, float] | None = None
+        self._next = 0
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
-    def agreed(self) -> bool:
-        """Has any host been asked? All hosts get the same answer, so all stop after the same step."""
+    def agreed(self, step: int) -> bool:
+        """Has any host been asked? All hosts get the same answer after the same step, so all stop there.
+
+        When they ask next follows from the pace of the slowest, which all of them know: no host asks alone.
+        """
         if jax.process_count() == 1:
             return bool(self)
-        return bool(multihost_utils.process_allgather(np.array(bool(self))).any())
+        if step < self._next:
+            return False
+        last, now = self._last or (step, self._clock()), self._clock()
+        answers = multihost_utils.process_allgather(np.array([bool(self), now - last[1]], np.float32))
+        asked, elapsed = answers.max(0)
+        steps = int(SECONDS * (step - last[0]) / max(float(elapsed), 1e-6))
+        self._last, self._next = (step, self._clock()), step + min(max(steps, 1), MOST_STEPS)
+        return bool(asked)
 
 
 @contextmanager

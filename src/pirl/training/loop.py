@@ -1,6 +1,7 @@
 """The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,12 +10,15 @@ from rich.console import Console
 from pirl.agents.agent import Agent, TrainState
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
-from pirl.data.loader import ACRLPDDataLoader
+from pirl.models.placement import batch_on
+from pirl.rollout.collect import CollectionStoppedError
 from pirl.training import distributed
-from pirl.training.build import asset_id, build_agent, build_loader, build_transform, load_policy, schedules
+from pirl.training.build import asset_id, build_acting, build_agent, build_transform, load_policy, schedules
 from pirl.training.checkpoint import Checkpoints, check_compatible, prepare_directory
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
+from pirl.training.evaluator import Evaluator
+from pirl.training.flops import update_flops
 from pirl.training.interrupt import stop_on_signal
 from pirl.training.memory import GPUMemoryMonitor
 from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
@@ -23,6 +27,7 @@ from pirl.training.progress import Progress
 from pirl.training.run_metadata import run_metadata
 from pirl.training.sharding import check_batch, data_sharding, make_mesh, replicated, sharded_shapes, state_shardings
 from pirl.training.sinks import RunInfo
+from pirl.training.streams import Stream
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop"),
@@ -41,10 +46,11 @@ def train(config: RLTrainConfig, *, resume: bool = False, overwrite: bool = Fals
     agent, transform = build_agent(config), build_transform(config)
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
-    with jax.debug_nans(config.debug_nans), build_loader(config, transform, mesh) as loader:
+    with jax.debug_nans(config.debug_nans), build_acting(config, agent, transform, mesh) as acting:
+        stream, evaluator = acting
         update = compile_update(agent, mesh, shapes)
         if dry_run:
-            describe_run(config, mesh, shapes, update, loader)
+            describe_run(config, mesh, shapes, update, stream)
             return 0
         going_on = prepare_directory(config.run_dir, resume=resume, overwrite=overwrite)
         if going_on:  # before anything in the folder is changed
@@ -56,26 +62,27 @@ def train(config: RLTrainConfig, *, resume: bool = False, overwrite: bool = Fals
         ) as checkpoints:
             if going_on:
                 state, extra = checkpoints.restore(shapes), checkpoints.extra()
-                loader.restore(extra["data"])
+                stream.restore(extra["stream"])
             else:
                 state, extra = initial_state(config, agent, mesh, shapes, init_key), {}
-            return run(config, update, state, loader, checkpoints, train_key, extra)
+            return run(config, update, state, stream, checkpoints, train_key, extra, evaluator)
 
 
 def run(
     config: RLTrainConfig,
     update: Update,
     state: TrainState,
-    loader: ACRLPDDataLoader,
+    stream: Stream,
     checkpoints: Checkpoints,
     key: jax.Array,
     extra: dict[str, Any],
+    evaluator: Evaluator | None = None,
 ) -> int:
     """Update until the steps are done, patience ends, or somebody asks to stop; then leave a checkpoint."""
-    start, total, is_main = int(state.step), config.num_train_steps, distributed.is_main()
+    start, total, is_main = int(extra.get("step", 0)), config.num_train_steps, distributed.is_main()
     memory, patience = GPUMemoryMonitor(), Patience(config.early_stop, extra.get("patience"))
+    updates, step, stopped = int(state.step), start, False
     ending = "" if start < total else f"step {start} of {total} is done already; --max-steps N trains on"
-    stopped = False
     if is_main:
         write_yaml(config.run_dir / "config.yaml", config, overwrite=True)
     with (
@@ -83,28 +90,47 @@ def run(
         Progress(config.name, total, start=start, interval=None, is_main=is_main) as progress,
         stop_on_signal() as stop,
     ):
+
+        def save(step: int, values: dict[str, float] | None) -> None:
+            pending = log.pending()
+            check_finite(pending, step=step)
+            check_state(state, step=step)
+            position = {"step": step, "stream": stream.state(), "pending": pending, "patience": patience.state()}
+            checkpoints.save(step, state, extra=position, metrics=values)
+
+        if evaluator is not None and not extra:
+            log.write(0, evaluator(state, progress.say))
         for step in range(start + 1, total + 1):
-            batch = loader.sample_batch()
-            if step == 1 and is_main:
-                save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
-            state, metrics = update(state, batch, jax.random.fold_in(key, step - 1))
-            if step == start + 1:
-                loader.reset_stall()  # compiling is not the data's fault
-            values = log.log(step, metrics, stall_fraction=loader.stall_fraction)
+            try:
+                for batch in stream.round(step, state, lambda: bool(stop), progress.say):
+                    if updates == 0 and is_main:
+                        save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
+                    log.count_flops(partial(update_flops, config, state, batch))
+                    state, metrics = update(state, batch, jax.random.fold_in(key, updates))
+                    updates += 1
+                    stream.notice(metrics)
+                    log.gather(metrics)
+            except CollectionStoppedError:  # nothing of this step has been learned yet
+                stopped, ending = True, f"interrupted while collecting for step {step}; --resume goes on from there"
+                save(step - 1, None)
+                break
+            values = log.log(step, stream.metrics(), updates=updates)
             if values is not None:
                 check_finite(values, step=step)
                 if config.log_memory:
                     memory.mark(f"step {step}")
+            if evaluator is not None and evaluator.due(step, total):
+                with log.paused():
+                    results = evaluator(state, progress.say)
+                log.write(step, results)
+                values = (values or {}) | results
             if patience.exhausted(values or {}) and step < total:
                 ending = f"stopped early at step {step}: {patience}"
-            elif step < total and stop.agreed():
+            elif step < total and stop.agreed(step):
                 stopped, ending = True, f"interrupted after step {step}; --resume goes on from there"
             over = step == total or bool(ending)
             if over or checkpoints.due(step):
-                position = {"data": loader.state(), "pending": log.pending(), "patience": patience.state()}
-                check_finite(position["pending"], step=step)
-                check_state(state, step=step)
-                checkpoints.save(step, state, extra=position, metrics=values)
+                save(step, values)
             progress.advance()
             if over:
                 break
@@ -120,7 +146,7 @@ def compile_update(agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) ->
     """`agent.update` over the mesh: the state keeps its shards and its memory, metrics are everywhere the same."""
     states, batches, everywhere = state_shardings(mesh, shapes), data_sharding(mesh), replicated(mesh)
     return jax.jit(
-        agent.update,
+        batch_on(batches)(agent.update),
         in_shardings=(states, batches, everywhere),
         out_shardings=(states, everywhere),
         donate_argnums=0,
@@ -144,7 +170,7 @@ def metric_log(config: RLTrainConfig, resume_step: int | None, pending: Any) -> 
         ("console", *config.sinks),
         interval=config.log_interval,
         is_main=distributed.is_main(),
-        timers=Timers(batch_size=config.batch_size, peak_flops=peak),
+        timers=Timers(batch_size=config.batch_size, peak_flops=peak and peak * jax.device_count()),
         schedules=schedules(config),
         run=RunInfo(project="pirl", name=f"{config.name}/{config.exp_name}", config=to_dict(config)),
         resume_step=resume_step,

@@ -1,14 +1,14 @@
 """Metrics of a run: gathered on the device without waiting for it, written once per interval, checked for NaN.
 
-`MetricLog.log` is called after every update with the scalars that `Agent.update` returned. It keeps the device arrays
-and returns at once, so the next update is dispatched while this one runs. Every `interval` steps all of them are
-fetched in one transfer, averaged, and handed to the sinks.
+`MetricLog.gather` is called after every update with the scalars that `Agent.update` returned. It keeps the device
+arrays and returns at once, so the next update is dispatched while this one runs. Every `interval` steps (`log`) all of
+them are fetched in one transfer, averaged, and handed to the sinks.
 """
 
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,11 @@ class Timers:
         self._steps = 0
         self._paused = 0.0
 
+    def count_flops(self, count: Callable[[], int | float]) -> None:
+        """Learn the operations of a step, once its shapes are known; not asked where nobody could tell the MFU."""
+        if self._peak is not None and self._flops is None:
+            self._flops = count()
+
     def tick(self) -> None:
         """One more step is done (or dispatched)."""
         if self._start is None:
@@ -106,9 +111,9 @@ class Timers:
         finally:
             self._paused += self._clock() - begin
 
-    def read(self, *, stall_fraction: float | None = None) -> dict[str, float]:
-        """Speed since the last reading; to be called when the device has caught up. `stall_fraction` is passed on."""
-        values = {} if stall_fraction is None else {"time/stall_fraction": stall_fraction}
+    def read(self) -> dict[str, float]:
+        """Speed since the last reading; to be called when the device has caught up."""
+        values: dict[str, float] = {}
         if self._start is None:
             return values
         now = self._clock()
@@ -138,7 +143,7 @@ class MetricLog:
         *,
         interval: int = 100,
         is_main: bool = True,
-        last: Collection[str] = ("learning_rate",),
+        last: Collection[str] = ("learning_rate", "stall_fraction"),
         timers: Timers | None = None,
         schedules: Mapping[str, Callable[[int], Any]] | None = None,
         run: RunInfo | None = None,
@@ -158,28 +163,48 @@ class MetricLog:
         self._gathered: dict[str, list[Any]] = {name: list(values) for name, values in (pending or {}).items()}
         self._sinks = _open(Path(directory), sinks, run or RunInfo(), resume_step) if is_main else []
 
+    def gather(self, metrics: Mapping[str, Any]) -> None:
+        """Keep the scalars of one update, without waiting for them."""
+        self._keep(metrics)
+        if self.timers:
+            self.timers.tick()
+
     def log(
-        self, step: int, metrics: Mapping[str, Any], *, stall_fraction: float | None = None
+        self, step: int, metrics: Mapping[str, Any] | None = None, *, updates: int | None = None
     ) -> dict[str, float] | None:
-        """Gather the scalars of one update; at the end of an interval write, and return what was written."""
+        """A step is done, with these numbers of its own; at the end of an interval write, and return what was written.
+
+        `updates` counts those so far, where a step is not one.
+        """
+        self._keep(metrics or {})
+        return self.flush(step, updates=updates) if step % self._interval == 0 else None
+
+    def _keep(self, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
             if np.shape(value):
                 raise ConfigError(
                     f"metric {name!r} has shape {np.shape(value)}, expected a scalar", hint="reduce it in the update"
                 )
             self._gathered.setdefault(name, []).append(value)
-        if self.timers:
-            self.timers.tick()
-        return self.flush(step, stall_fraction=stall_fraction) if step % self._interval == 0 else None
 
-    def flush(self, step: int, *, stall_fraction: float | None = None) -> dict[str, float]:
+    def paused(self) -> AbstractContextManager[None]:
+        """Time that is no training."""
+        return self.timers.paused() if self.timers else nullcontext()
+
+    def count_flops(self, count: Callable[[], int | float]) -> None:
+        """Have the timers learn the operations of a step."""
+        if self.timers:
+            self.timers.count_flops(count)
+
+    def flush(self, step: int, *, updates: int | None = None) -> dict[str, float]:
         """Write what was gathered so far; the one place that waits for the device."""
         gathered, names = jax.device_get(self._gathered), list(self._gathered)
         self._gathered = {}
         values = {name: self._reduce(name, gathered[name]) for name in names}  # jax has sorted them
-        values |= {name: float(schedule(step - 1)) for name, schedule in self._schedules.items()}
+        before = max((step if updates is None else updates) - 1, 0)
+        values |= {name: float(schedule(before)) for name, schedule in self._schedules.items()}
         if self.timers:
-            values |= self.timers.read(stall_fraction=stall_fraction)
+            values |= self.timers.read()
         values |= memory_values()
         self.write(step, values)
         return values
@@ -194,7 +219,7 @@ class MetricLog:
         """The interval that has begun but is not written, for a checkpoint; waits for the device."""
         values = jax.device_get(self._gathered)
         self._gathered = {name: [float(value) for value in values[name]] for name in self._gathered}
-        return {name: list(entries) for name, entries in self._gathered.items()}
+        return {name: list(entries) for name, entries in self._gathered.items() if not name.startswith("time/")}
 
     def close(self) -> None:
         """Close the sinks. What is pending is not written: it belongs to an interval that did not end."""

@@ -72,6 +72,10 @@ class Progress:
         """`count` more are done; `status` is a few words or numbers to show beside it."""
         self.update(self._done + count, status=status)
 
+    def say(self, status: str) -> None:
+        """Show what is going on, without having advanced."""
+        self.update(self._done, status=status)
+
     def update(self, done: int, *, status: str | None = None) -> None:
         """`done` are done in all."""
         self._done = done

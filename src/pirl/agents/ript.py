@@ -1,0 +1,265 @@
+"""RIPT (arXiv 2505.17016) on a flow policy: several rollouts of one initial state, each judged by the others.
+
+Rollouts, rewards and groups are the caller's; here is what one minibatch of an iteration does to the weights. A row is
+one chunk that the policy chose in a rollout, with the advantage of that rollout. The losses are in `flow_objectives`,
+behind one switch. Most of them need v_old, the field of the policy that rolled out: the first minibatch of an iteration
+(`fresh`) takes it from the acting weights as they are before the update, and the state keeps it for the others.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Key
+
+from pirl.agents import flow_objectives as fo
+from pirl.agents import objectives as ob
+from pirl.agents.agent import Metrics, TrainState
+from pirl.agents.config import RIPTConfig
+from pirl.agents.learner import Learner, accumulated
+from pirl.errors import ConfigError
+from pirl.models import flow
+from pirl.models.observation import Observation
+from pirl.models.params import Params, flatten, nest
+from pirl.models.policy import Conditionable, FlowPolicy
+
+LARGE = 2**22
+"""Values from which on a leaf of v_old is kept in the model's compute type. Norms and heads are below: they compute in
+float32, and are next to nothing in memory."""
+
+
+class Rows(NamedTuple):
+    """Chunks of rollouts, as the loss takes them; everything random is drawn beforehand."""
+
+    observation: Observation
+    actions: Float[Array, "B H A"]
+    executed: Float[Array, "B H"]
+    advantage: Float[Array, "B"]
+    """What the loss makes of it: `flow_objectives.row_weights`."""
+    share: Float[Array, "B"]
+    """Mean 1 over the batch, 0 for rows that only fill it up."""
+    draws: flow.Draws
+
+
+class Demos(NamedTuple):
+    """Chunks of demonstrations."""
+
+    observation: Observation
+    actions: Float[Array, "B H A"]
+    valid: Float[Array, "B H"]
+    draws: flow.Draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class RIPT:
+    """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
+
+    policy: FlowPolicy
+    config: RIPTConfig
+    learner: Learner
+    """How the policy's weights learn; those of `cfg`'s condition learn alike."""
+    real_action_dim: int
+    """Action dimensions the robot has; the rest is padding."""
+    flow_steps: int = 10
+    """Euler steps when acting."""
+    encoder_frozen: bool = False
+    """Does nothing that `policy.encode` reads train? Then one prefix serves v_old as well."""
+    compute_dtype: str = "float32"
+    """The type the model casts its weights to before it multiplies: v_old is kept in it."""
+
+    def __post_init__(self) -> None:
+        if self.config.loss == "cfg" and not isinstance(self.policy, Conditionable):
+            raise ConfigError(
+                f"loss 'cfg' with a {type(self.policy).__name__}, which has no place for a condition",
+                hint="give it a `condition_path` (pirl.models.policy.Conditionable), or take another loss",
+            )
+
+    def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
+        """A fresh state, around given policy weights where there are some."""
+        policy, policy_opt = self.learner.init(self.policy.init(key) if policy_params is None else policy_params)
+        params, opt = {"policy": policy}, {"policy": policy_opt}
+        if self.config.loss == "cfg":
+            # Zero, so that nothing changes until it is learned: a random condition would be a random push.
+            bias = flatten(policy)[self._condition_path]
+            params["condition"] = {"embedding": jnp.zeros(bias.shape, jnp.float32)}
+            opt["condition"] = self._condition_learner.init(params["condition"])[1]
+        ema = {} if self.learner.ema_decay is None else jax.tree.map(jnp.copy, params)
+        old = {name: self.learner.split(x)[0] if name == "policy" else x for name, x in params.items()}
+        target = jax.tree.map(lambda x: jnp.array(x, self._old_dtype(x), copy=True), old)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, target=target, ema=ema, opt=opt)
+
+    def inference_params(self, state: TrainState) -> Params:
+        """The weights that act, as a plain policy: `cfg`'s condition is part of the bias it is added to.
+
+        Served by anything that knows nothing of conditions, they are the conditional policy (guidance 1).
+        """
+        return self._folded({name: state.ema.get(name, params) for name, params in state.params.items()})
+
+    # One step
+
+    def losses(self, params: dict[str, Params], old: dict[str, Params], rows: Rows) -> Metrics:
+        """Each row's loss, and with it what is worth logging. `params` and `old` are whole trees by group."""
+        c, dims = self.config, self.real_action_dim
+        context = self.policy.encode(params["policy"], rows.observation)
+        fixed = jax.lax.stop_gradient(context)
+        past = fixed if self.encoder_frozen else self.policy.encode(old["policy"], rows.observation)
+        x_t, u = flow.interpolate(rows.actions, rows.draws)
+
+        def field(weights: Params, context: Any) -> Array:
+            return self.policy.velocity(weights, context, x_t, rows.draws.time).astype(jnp.float32)
+
+        def flow_loss(v: Array) -> Float[Array, "B"]:
+            return flow.chunk_loss(jnp.square(v - u), valid=rows.executed, dims=dims)
+
+        v, v_old = field(self._folded(params), context), field(self._folded(old), past)
+        imitation = flow_loss(v)
+        drift = flow.chunk_loss(jnp.square(jax.lax.stop_gradient(v) - v_old), dims=dims)
+        logged = {"ript/flow_loss": imitation, "ript/drift": drift}
+        if c.loss == "nft":
+            # Sums over steps, all divided by the same number: a step counts the same in every chunk, and its two
+            # terms keep their proportion however few steps were executed.
+            per_step = rows.advantage[:, None] * rows.executed
+            loss = flow.chunk_loss(fo.nft_loss(v, v_old, u, per_step, c.nft_beta), dims=dims)
+        elif c.loss == "fpo":
+            loss, logged["ript/ratio"] = fo.fpo_loss(imitation, flow_loss(v_old), rows.advantage, c.fpo_clip)
+            logged["ript/ratio_clipped"] = (jnp.abs(logged["ript/ratio"] - 1) > c.fpo_clip).astype(jnp.float32)
+        elif c.loss == "cfg":
+            # The label's dropout in expectation, at the same draws: no sample is spent on one branch alone.
+            unconditional = flow_loss(field(params["policy"], context))
+            loss = (1 - c.condition_dropout) * rows.advantage * imitation + c.condition_dropout * unconditional
+        else:
+            loss = rows.advantage * imitation
+        return logged | {"ript/loss": loss}
+
+    def demo_losses(self, params: dict[str, Params], demos: Demos) -> Float[Array, "B"]:
+        """Flow-matching loss of the field that acts, on each demonstrated chunk."""
+        context = self.policy.encode(params["policy"], demos.observation)
+        error = flow.squared_error(self.policy, self._folded(params), context, demos.actions, demos.draws)
+        return flow.chunk_loss(error, valid=demos.valid, dims=self.real_action_dim)
+
+    def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
+        """One minibatch: rows of rollouts, and demonstrations where `bc_weight` asks for them.
+
+        A batch has `observations`, `actions` (chunks as the policy meant them), `executed` (1 for steps that were),
+        `advantage`, `weight` (0 for rows that fill up the batch) and `fresh` (1 in the first minibatch of an
+        iteration; a number, or one per row). Optional: `acceptance`, the share of groups that were not rejected
+        (likewise), and `demos` with `observations`, `actions` and `valid`.
+        """
+        target = self._rollout_policy(state, jnp.max(batch["fresh"]) > 0)
+        rows, demos = self._inputs(batch, key)
+        trainable, frozen = self.learner.split(state.params["policy"])
+        old = target | {"policy": self.learner.join(target["policy"], frozen)}
+
+        def loss(groups: dict[str, Params], parts: tuple[Rows, Demos | None]) -> tuple[Array, Metrics]:
+            params = groups | {"policy": self.learner.join(groups["policy"], frozen)}
+            logged = self.losses(params, old, parts[0])
+            total = (parts[0].share * logged["ript/loss"]).mean()
+            if parts[1] is not None:
+                logged["bc/loss"] = self.demo_losses(params, parts[1])
+                total = total + self.config.bc_weight * logged["bc/loss"].mean()
+            return total, logged
+
+        groups = state.params | {"policy": trainable}
+        _, logged, grads = accumulated(loss, groups, (rows, demos), self.config.accumulate)
+        params, opt = dict(state.params), dict(state.opt)
+        for name in params:
+            learner = self.learner if name == "policy" else self._condition_learner
+            params[name], opt[name] = learner.step(params[name], grads[name], opt[name])
+        ema = {name: self.learner.average(average, params[name]) for name, average in state.ema.items()}
+        new = replace(state, step=state.step + 1, params=params, target=target, ema=ema, opt=opt)
+        return new, self._metrics(logged, rows) | {"ript/grad_norm": optax.tree.norm(grads)}
+
+    def _rollout_policy(self, state: TrainState, fresh: Array) -> dict[str, Params]:
+        """v_old, by group and trainable leaves only: the weights that act now if `fresh`, else those that are kept."""
+        acting = {name: state.ema.get(name, params) for name, params in state.params.items()}
+        acting["policy"] = self.learner.split(acting["policy"])[0]
+        return jax.tree.map(lambda kept, now: jnp.where(fresh, now.astype(kept.dtype), kept), state.target, acting)
+
+    def _inputs(self, batch: Any, key: Array) -> tuple[Rows, Demos | None]:
+        """What the losses take, and every random number of the step."""
+        c, of_rows, of_demos = self.config, *jax.random.split(key)
+        counted = jnp.asarray(batch["weight"])
+        # A row that does not count may hold anything as its advantage.
+        advantage = jnp.where(counted > 0, batch["advantage"], 0.0)
+        acceptance = jnp.max(batch.get("acceptance", 1.0))
+        observation, draws = self._drawn(batch, of_rows)
+        rows = Rows(
+            observation=observation,
+            actions=batch["actions"],
+            executed=batch["executed"],
+            advantage=fo.row_weights(
+                c.loss, advantage, counted, beta=c.awr_beta, cap=c.weight_cap, acceptance=acceptance
+            ),
+            share=counted / jnp.maximum(counted.mean(), jnp.finfo(jnp.float32).tiny),
+            draws=draws,
+        )
+        if not c.bc_weight:
+            return rows, None
+        if "demos" not in batch:
+            raise ConfigError(
+                f"bc_weight is {c.bc_weight}, and the batch has no `demos`",
+                hint="name a dataset of demonstrations, or set bc_weight to 0",
+            )
+        observation, draws = self._drawn(batch["demos"], of_demos)
+        return rows, Demos(observation, batch["demos"]["actions"], batch["demos"]["valid"], draws)
+
+    def _drawn(self, batch: Any, key: Array) -> tuple[Observation, flow.Draws]:
+        augment_key, noise_key, time_key = jax.random.split(key, 3)
+        observation = Observation.from_dict(batch["observations"])
+        observation = self.policy.prepare(observation, augment_key if self.config.augment else None)
+        return observation, flow.draw(noise_key, time_key, batch["actions"], self.config.flow_draws)
+
+    def _metrics(self, logged: Metrics, rows: Rows) -> Metrics:
+        counted = (rows.share > 0).astype(jnp.float32)
+        found = {
+            name: value.mean() if name == "bc/loss" else (rows.share * value).mean() for name, value in logged.items()
+        }
+        if self.config.loss in ("awr", "filter"):
+            found["ript/ess"] = ob.effective_sample_size(rows.advantage, rows.share > 0)
+        return found | {
+            "ript/negative_share": fo.negative_share(rows.advantage, counted),
+            "ript/rows": counted.sum(),
+        }
+
+    # Acting
+
+    def act(
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], guidance: float | None = None
+    ) -> Float[Array, "B H A"]:
+        """One chunk per observation by plain sampling; `cfg` with the configured guidance, or with another."""
+        scale = self.config.guidance if guidance is None else guidance
+        if scale != 1 and self.config.loss != "cfg":
+            raise ConfigError(f"guidance {scale} with loss {self.config.loss!r}", hint="only `cfg` has two branches")
+        context = self.policy.encode(state.policy, observation)
+        noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
+
+        def field(params: Params) -> flow.Velocity:
+            return lambda x, t: self.policy.velocity(params, context, x, t)
+
+        velocity = field(self.inference_params(state))
+        if scale != 1:
+            velocity = flow.guided(velocity, field(state.policy), scale)
+        return flow.euler(velocity, noise, self.flow_steps)[:, 0]
+
+    # The condition of `cfg`
+
+    @property
+    def _condition_path(self) -> str:
+        assert isinstance(self.policy, Conditionable)
+        return self.policy.condition_path
+
+    @property
+    def _condition_learner(self) -> Learner:
+        return replace(self.learner, mask=None)
+
+    def _folded(self, params: dict[str, Params]) -> Params:
+        """The policy's weights with its condition, if there is one, added to the bias it belongs to."""
+        if "condition" not in params:
+            return params["policy"]
+        flat, path = flatten(params["policy"]), self._condition_path
+        return nest(flat | {path: flat[path] + params["condition"]["embedding"]})
+
+    def _old_dtype(self, leaf: Array) -> jnp.dtype:
+        return jnp.dtype(self.compute_dtype) if leaf.size >= LARGE else leaf.dtype

@@ -1,0 +1,288 @@
+"""`pirl eval`: how often a checkpoint succeeds, from initial states that are always the same."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pirl.cli.app import Parser, positive, split_settings
+
+NAME = "eval"
+HELP = """\
+Acts out episodes with a checkpoint and counts successes, of each task and over all, with a 95 % interval. The initial
+states of a split are always the same, and so is the result: the same command gives the same numbers. They are kept in
+eval.json, beside the videos and a picture of them (filmstrip.png) if --video asks for them.
+
+The checkpoint is a step's folder, or a run's (then it is the latest step, or with --best the best one). It knows its
+own model, robot and environment; any of its settings can be changed by a flag with its dotted path, as in `pirl train`:
+--env.max-steps 20, --rollout.flow-steps 5, --agent.guidance 2. Weights that OpenPI trained need --recipe.
+
+Choose settings and checkpoints on the validation split; report results on the test split (the default)."""
+EXAMPLES = """\
+examples:
+  pirl eval checkpoints/bc_tabletop/first
+  pirl eval checkpoints/acrlpd_tabletop/first --best --episodes 200 --video 4
+  pirl eval checkpoints/acrlpd_tabletop/first/800 --best-of 8 --split validation
+  pirl eval checkpoints/acrlpd_tabletop/first --compare checkpoints/bc_tabletop/first --episodes 200
+  pirl eval gs://openpi-assets/checkpoints/pi05_libero --recipe acrlpd_libero --env.type Libero --num-envs 8"""
+USAGE = "%(prog)s CHECKPOINT [--episodes N] [--video [N]] [--compare OTHER] [--SETTING VALUE ...]"
+
+FILE, STRIP, FOLDER = "eval.json", "filmstrip.png", "evaluations"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl eval`; settings are left to the checkpoint's own configuration."""
+    parser.usage = USAGE
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step's or a run's folder, or a gs:// address")
+    _add_flags(parser)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see above")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--episodes", type=positive, default=50, metavar="N", help="episodes, over the tasks in turn (default 50)")
+    add("--split", choices=("test", "validation"), default="test", help="which initial states (default test)")
+    add("--best", action="store_true", help="of a run: the step that was best when it was evaluated in training")
+    add("--best-of", type=positive, metavar="N", help="let the critic choose among N candidates (default: as trained)")
+    add("--execute", type=positive, metavar="N", help="steps of a chunk to execute before looking again")
+    add("--num-envs", type=positive, metavar="N", help="environments stepped together")
+    add("--backend", choices=("local", "process", "ray"), help="where they run")
+    add("--seed", type=int, default=0, metavar="S", help="decides the policy's noise (default 0)")
+    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and N failures (3)")
+    add("--compare", metavar="OTHER", help="evaluate another checkpoint on the same states, and compare")
+    add("--recipe", metavar="NAME", help="recipe or YAML file with the model, robot and environment of the checkpoint")
+    add("--out", type=Path, metavar="DIR", help=f"folder to write to (default: {FOLDER}/... in the run)")
+    add("--overwrite", action="store_true", help="replace the results of another evaluation")
+    add("--json", action="store_true", help="print the results as JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, print, write."""
+    own, settings = split_settings(args.rest)
+    parser = Parser(prog=f"pirl {NAME}", usage=USAGE, description=HELP, epilog=EXAMPLES)
+    _add_flags(parser)
+    args = parser.parse_args(own, args)
+    if args.seed < 0:
+        parser.error("--seed is 0 or more")
+
+    from pirl.recipes import load
+    from pirl.training.acting import find_checkpoint
+    from pirl.training.build import build_pool
+
+    recipe = load(args.recipe) if args.recipe else None
+    found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
+    found = replace(found, config=_changed(found.config, args, settings))
+    candidates = {"": found}
+    if args.compare:
+        other = find_checkpoint(args.compare, best=args.best, config=recipe)
+        config = replace(other.config, env=found.config.env, rollout=found.config.rollout)
+        candidates["compared_with"] = replace(other, config=config)
+    out = args.out or _default_folder(args, *candidates.values())
+    asked = {name: _asked(args, one) for name, one in candidates.items()}
+    _check_target(out / FILE, asked, overwrite=args.overwrite)
+    with build_pool(found.config) as pool:
+        evaluated = {name: _evaluate(args, one, pool, out if not name else None) for name, one in candidates.items()}
+    result: dict[str, Any] = {"evaluation": asked[""], "result": evaluated[""].to_json()}
+    if args.compare:
+        result["compared_with"] = {
+            "evaluation": asked["compared_with"],
+            "result": evaluated["compared_with"].to_json(),
+            "comparison": _comparison(*evaluated.values()),
+        }
+    text = _write(out / FILE, result)
+    if args.json:
+        print(text, end="")
+    else:
+        _show(result, evaluated, out)
+    return 0
+
+
+def _changed(config: Any, args: argparse.Namespace, settings: Sequence[str]) -> Any:
+    """The checkpoint's configuration with the flags of this command line."""
+    names = ("best_of", "execute", "num_envs", "backend")
+    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if changes.get("num_envs", config.rollout.num_workers) < config.rollout.num_workers:
+        changes["num_workers"] = changes["num_envs"]
+    config = replace(config, rollout=replace(config.rollout, **changes))
+    if not settings:
+        return config
+    from pirl.recipes.flags import apply_flags
+
+    return apply_flags(config, settings, prog=f"pirl {NAME} {args.checkpoint}")
+
+
+def _default_folder(args: argparse.Namespace, found: Any, other: Any = None) -> Path:
+    """In the run, named after what was asked; for weights that are not in a run of ours, here."""
+    name = f"{found.folder.name}-{args.split}"
+    if found.config.rollout.best_of > 1:
+        name += f"-best-of-{found.config.rollout.best_of}"
+    if other is not None:
+        name += f"-vs-{other.config.name}-{other.folder.name}"
+    return (found.run or Path()) / FOLDER / name
+
+
+def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
+    """What decides the result: two evaluations with the same of it are the same."""
+    from pirl.config_io import tag, to_dict
+
+    config = found.config
+    return {
+        "checkpoint": str(found.folder),
+        "trained_at": found.metadata.get("started_at"),
+        "recipe": config.name,
+        "exp_name": config.exp_name,
+        "env": None if config.env is None else {"type": tag(type(config.env)), **to_dict(config.env)},
+        "split": args.split,
+        "episodes": args.episodes,
+        "seed": args.seed,
+        "best_of": config.rollout.best_of,
+        "execute": config.execute,
+        "flow_steps": config.rollout.flow_steps,
+        "num_envs": config.rollout.num_envs,
+    }
+
+
+def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Before an hour of simulation: is the place free, or that of this very evaluation?"""
+    import json
+
+    from pirl.errors import EnvError
+
+    if overwrite or not file.exists():
+        return
+    try:
+        there = json.loads(file.read_text(encoding="utf-8"))
+        found = {"": there["evaluation"]}
+        if "compared_with" in there:
+            found["compared_with"] = there["compared_with"]["evaluation"]
+    except (OSError, ValueError, KeyError, TypeError):
+        found = {}
+    if found != json.loads(json.dumps(asked)):
+        raise EnvError(
+            f"{file} holds the results of another evaluation", hint="choose another --out, or replace it: --overwrite"
+        )
+
+
+def _evaluate(args: argparse.Namespace, found: Any, pool: Any, out: Path | None) -> Any:
+    """Load one checkpoint, act out all contexts, and film some of them for `out`."""
+    from pirl.rollout.contexts import fixed_contexts
+    from pirl.rollout.evaluate import evaluate
+    from pirl.rollout.films import Highlights
+    from pirl.training.acting import load_acting
+    from pirl.training.progress import Progress
+
+    policy = load_acting(found).use(args.seed)
+    highlights = Highlights(args.video or 0)
+    label = f"{found.config.name}/{found.config.exp_name} {found.folder.name}"
+    with Progress(label, args.episodes, unit="episodes") as progress:
+        won = 0
+
+        def seen(rollout: Any) -> None:
+            nonlocal won
+            won += bool(rollout.episode.success)
+            highlights.add(rollout)
+            progress.advance(status=f"{won} succeeded")
+
+        contexts = fixed_contexts(pool.info, args.episodes, args.split)
+        result = evaluate(pool, policy, contexts, retries=found.config.rollout.retries, on_rollout=seen)
+    if args.video and out is not None:
+        _film(highlights.rollouts, found.config.env, pool.info.fps, out)
+    return result
+
+
+def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None:
+    """Videos and a filmstrip; those of another evaluation go."""
+    import warnings
+
+    from pirl.envs.make import make_env
+    from pirl.errors import PirlError, PirlWarning
+    from pirl.rollout.films import film, write_filmstrip, write_video
+
+    for old in (*out.glob("success-*.mp4"), *out.glob("failure-*.mp4")):
+        old.unlink()
+    try:
+        env = make_env(env_config)
+    except PirlError:  # it runs elsewhere
+        env = None
+    films = [found for rollout in rollouts if (found := film(rollout, env, fps=fps)) is not None]
+    if env is not None:
+        env.close()
+    if not films:
+        warnings.warn("the environment shows no pictures: no film was made", PirlWarning, stacklevel=2)
+        return
+    for one in films:
+        write_video(one, out)
+    write_filmstrip(films, out / STRIP)
+
+
+def _comparison(first: Any, second: Any) -> dict[str, Any]:
+    from pirl.rollout.evaluate import compare
+
+    found = compare(second, first)
+    return {
+        "difference": found.difference,
+        "p_value": found.p_value,
+        "both": found.both,
+        "neither": found.neither,
+        "only_this": found.only_second,
+        "only_other": found.only_first,
+    }
+
+
+def _write(file: Path, result: Mapping[str, Any]) -> str:
+    from pirl.training.run_directory import io_errors, json_text, write_text
+
+    text = json_text(result)
+    with io_errors(f"{file} cannot be written"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+    return text
+
+
+def _show(result: Mapping[str, Any], evaluated: Mapping[str, Any], out: Path) -> None:
+    """Tables and where the files are."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:  # nobody's window: do not break lines
+        console = Console(width=160)
+    for name, evaluation in evaluated.items():
+        of = result[name] if name else result
+        console.print(_table(of["evaluation"], evaluation))
+    if "compared_with" in result:
+        c = result["compared_with"]["comparison"]
+        console.print(
+            f"difference {c['difference']:+.3f}, p = {c['p_value']:.3g} (McNemar, exact, paired): both succeed "
+            f"{c['both']} times, neither {c['neither']}, only the first {c['only_this']}, only the second "
+            f"{c['only_other']}",
+            highlight=False,
+        )
+    strip = f", {STRIP}" if (out / STRIP).exists() else ""
+    console.print(f"{out / FILE}{strip}", highlight=False, soft_wrap=True)
+
+
+def _table(asked: Mapping[str, Any], evaluation: Any) -> Any:
+    from rich.table import Table
+
+    from pirl.rollout.evaluate import Evaluation
+
+    title = f"{asked['checkpoint']}: {asked['episodes']} episodes, {asked['split']} states, seed {asked['seed']}"
+    table = Table("task", "success", "95 % interval", "return", "steps", "lost", title=title, title_justify="left")
+    tasks = {task: [t for t in evaluation.trials if t.context.task == task] for task in evaluation.by_task}
+    for task, trials in {**tasks, "all": evaluation.trials}.items():
+        part = Evaluation(trials=trials)
+        if task == "all":
+            table.add_section()
+        low, high = part.success.interval
+        lost = sum(trial.error is not None for trial in trials)
+        metrics = part.metrics()
+        table.add_row(
+            task,
+            f"{part.success.value:.3f} ({part.success.successes}/{part.success.trials})",
+            f"{low:.3f} to {high:.3f}",
+            f"{metrics['eval/return']:.3f}",
+            f"{metrics['eval/length']:.1f}",
+            f"{lost}",
+        )
+    return table

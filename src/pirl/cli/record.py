@@ -1,0 +1,164 @@
+"""`pirl record`: a LeRobot dataset of what happens in an environment."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pirl.cli.app import Parser, positive, split_settings
+from pirl.errors import ConfigError
+
+NAME = "record"
+HELP = """\
+Records episodes of a recipe's environment as a LeRobot dataset: of its scripted expert, or of a checkpoint. Failures
+are recorded too, and every episode says how it ended, so that a critic can learn from all of them.
+
+The dataset is written to LeRobot's folder under its repo id (`pirl train --data-path me/demos` finds it there), or to
+--root. Nothing is sent anywhere. Recording again adds to it only with --append, and goes on with other initial states.
+
+--dials changes how well the expert does: KEY=VALUE, all others at their defaults. Any setting of the recipe is changed
+by a flag with its dotted path, as in `pirl train`: --env.level colours."""
+EXAMPLES = """\
+examples:
+  pirl record bc_tabletop --episodes 1500 --repo-id demos/tabletop
+  pirl record bc_tabletop --episodes 200 --repo-id me/perfect --dials wrong=0 noise=0.02
+  pirl record bc_tabletop --episodes 200 --repo-id me/hard --env.level two_blocks --seed 3
+  pirl record bc_tabletop --episodes 500 --repo-id me/rollouts --checkpoint checkpoints/bc_tabletop/first
+  pirl record bc_tabletop --episodes 500 --repo-id me/rollouts --checkpoint checkpoints/bc_tabletop/first --append"""
+USAGE = "%(prog)s RECIPE --episodes N --repo-id NAME [--checkpoint PATH] [--append] [--SETTING VALUE ...]"
+EXPERT = "expert"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl record`; settings are left to the recipe's own flags."""
+    parser.usage = USAGE
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe with an environment, or a YAML file")
+    _add_flags(parser)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see above")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--episodes", type=positive, metavar="N", help="how many to record")
+    add("--repo-id", metavar="NAME", help="the dataset's name, such as me/demos")
+    add("--root", type=Path, metavar="DIR", help="the dataset's folder (default: LeRobot's, under its name)")
+    add("--checkpoint", default=EXPERT, metavar="PATH", help=f"who acts: a checkpoint, or `{EXPERT}` (default)")
+    add("--dials", nargs="+", default=[], metavar="KEY=VALUE", help="how well the expert does")
+    add("--seed", type=int, default=0, metavar="S", help="decides what varies between episodes (default 0)")
+    add("--split", choices=("train", "validation", "test"), default="train", help="initial states (default train)")
+    add("--append", action="store_true", help="add to the dataset if it is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record, and say what to do next."""
+    own, settings = split_settings(args.rest)
+    parser = Parser(prog=f"pirl {NAME}", usage=USAGE, description=HELP, epilog=EXAMPLES)
+    _add_flags(parser)
+    args = parser.parse_args(own, args)
+    if args.episodes is None or (args.repo_id is None and args.root is None):
+        parser.error("--episodes says how many, --repo-id (or --root) where to")
+    if args.seed < 0:
+        parser.error("--seed is 0 or more")
+    if args.dials and args.checkpoint != EXPERT:
+        parser.error("--dials are the expert's, and --checkpoint names a policy: choose one")
+
+    from pirl.recipes import cli
+
+    config = cli([args.recipe, *settings], prog=f"pirl {NAME}")
+    if config.env is None:
+        raise ConfigError(
+            f"recipe {config.name} has no environment to record in",
+            hint="take one that has (`pirl recipes ls tabletop`), or name one: --env.type Tabletop",
+        )
+    root = _root(args)
+    episodes, frames, won = _record(args, config, root)
+    size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+    print(f"{episodes} episodes ({won} successful), {frames} steps; the dataset has {size / 1e6:.1f} MB -> {root}")
+    for line in _next_commands(args, config):
+        print(line)
+    return 0
+
+
+def _root(args: argparse.Namespace) -> Path:
+    from pirl.paths import lerobot_home
+
+    if args.root is not None:
+        return Path(args.root).expanduser()
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.repo_id) or ".." in args.repo_id:
+        raise ConfigError(f"--repo-id {args.repo_id}", hint="OWNER/NAME of letters, digits and . _ -; or --root DIR")
+    return lerobot_home() / args.repo_id
+
+
+def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int, int]:
+    """Episodes, steps and successes that were recorded."""
+    from pirl.rollout.contexts import fixed_contexts
+    from pirl.rollout.record import RolloutRecorder, num_recorded
+    from pirl.training.progress import Progress
+
+    frames = won = 0
+    with ExitStack() as parts:
+        info, rollouts = _expert(args, config) if args.checkpoint == EXPERT else _policy(args, config, parts)
+        recorder = parts.enter_context(
+            RolloutRecorder(root, info=info, robot=config.robot, existing="append" if args.append else "refuse")
+        )
+        before = num_recorded(root)
+        contexts = fixed_contexts(info, before + args.episodes, args.split)[before:]
+        progress = parts.enter_context(Progress("recording", args.episodes, unit="episodes"))
+        for rollout in rollouts(contexts, before):
+            recorder.add(rollout)
+            frames += len(rollout.episode)
+            won += bool(rollout.episode.success)
+            progress.advance(status=f"{won} succeeded")
+    return recorder.saved, frames, won
+
+
+def _expert(args: argparse.Namespace, config: Any) -> tuple[Any, Any]:
+    """The environment's facts, and a function from contexts to rollouts."""
+    from pirl.envs.make import make_batch
+    from pirl.rollout.pool import EnvInfo
+    from pirl.rollout.record import expert_rollouts, parse_dials
+
+    dials = parse_dials(config.env, args.dials)
+    batch = make_batch(config.env, 1)
+    info = EnvInfo.of(batch)
+    batch.close()
+
+    def rollouts(contexts: Any, first: int) -> Iterator[Any]:
+        return expert_rollouts(config.env, contexts, dials=dials, seed=args.seed + first)
+
+    return info, rollouts
+
+
+def _policy(args: argparse.Namespace, config: Any, parts: ExitStack) -> tuple[Any, Any]:
+    """The same for a checkpoint, in the recipe's environment."""
+    from dataclasses import replace
+
+    from pirl.rollout.collect import collect, numbered
+    from pirl.training.acting import open_checkpoint
+    from pirl.training.build import build_pool
+
+    acting = open_checkpoint(args.checkpoint, change=lambda own: replace(own, env=config.env, rollout=config.rollout))
+    pool = parts.enter_context(build_pool(acting.found.config))
+    policy = acting.use(args.seed)
+
+    def rollouts(contexts: Any, first: int) -> Iterator[Any]:
+        jobs = numbered(contexts, first)
+        return collect(pool, policy, jobs, every_picture=True, retries=config.rollout.retries)
+
+    return pool.info, rollouts
+
+
+def _next_commands(args: argparse.Namespace, config: Any) -> Iterator[str]:
+    """What the dataset is for."""
+    from pirl.data.create import asset_id
+
+    name = str(args.root or args.repo_id)
+    assets = Path(config.data.assets_dir) / (config.data.asset_id or asset_id(name))
+    stats = ["pirl", "norm-stats", name, "--robot", config.data.robot, "--horizon", str(config.horizon)]
+    yield "next:"
+    yield f"  pirl inspect data {shlex.quote(name)}"
+    yield f"  {shlex.join([*stats, '--out', str(assets)])}"
+    yield f"  {shlex.join(['pirl', 'train', args.recipe, '--exp-name', 'first', '--data-path', name])}"

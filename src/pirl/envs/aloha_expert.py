@@ -1,0 +1,239 @@
+"""Scripted experts for both ALOHA tasks: points that the grippers pass through, followed by inverse kinematics.
+
+They know where the objects are, which the policy does not. The dials make them worse on purpose: demonstrations that
+differ, and room for reinforcement learning to improve.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.spatial.transform import Rotation
+
+from pirl.envs.aloha import AlohaEnv
+from pirl.envs.config import AlohaConfig
+from pirl.envs.recording import act_out
+from pirl.errors import ConfigError
+from pirl.records import Array, Context, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlohaDials:
+    """How well, and how fast, the experts do it."""
+
+    waypoint_noise: float = 0.0
+    """Metres (standard deviation) by which the place where the arms meet varies."""
+    grasp_error: float = 0.0
+    """Metres (standard deviation) by which each arm reaches beside its object, along the table: at 0.02 about half
+    of the transfers fail."""
+    action_noise: float = 0.0
+    """Radians (standard deviation) added to the target of every joint at every step."""
+    time_scale: float = 1.0
+    """Duration, as a share of the script's own. The transfer succeeds at 0.5 as well; the insertion less often below
+    1."""
+
+    def __post_init__(self) -> None:
+        noises = (self.waypoint_noise, self.grasp_error, self.action_noise)
+        if min(noises) < 0 or not 0.2 <= self.time_scale <= 2.0:
+            raise ConfigError(f"{self} is out of range", hint="no noise is negative, and time_scale is 0.2 to 2")
+
+
+class AlohaExpert:
+    """Plans a whole episode at its start, then reads the plan out."""
+
+    def __init__(self, env: AlohaEnv, dials: AlohaDials | None = None, *, seed: int = 0) -> None:
+        """`seed` decides the noise, together with the episode."""
+        self._env, self._dials, self._seed = env, dials or AlohaDials(), seed
+        self._arms = (_Arm(env.model, "left"), _Arm(env.model, "right"))
+        self._plan: Float[Array, "T 14"] = np.zeros((0, 14))
+
+    def plan(self, context: Context, number: int = 0) -> None:
+        """Plan from the environment's state, in which `context` has just begun; `number` varies the noise."""
+        dials, rng = self._dials, np.random.default_rng([self._seed, number, context.init])
+        joints = self._env.observe(pictures=False)["state"].astype(np.float64)
+        starts = (joints[:6], joints[7:13])
+        places = self._env.objects[:, :3]
+        places[:, :2] += rng.normal(0, dials.grasp_error, (len(places), 2))
+        meeting = rng.normal(0, dials.waypoint_noise, 3)
+        home = [arm.pose(start) for arm, start in zip(self._arms, starts, strict=True)]
+        script = _transfer if self._env.config.task == "transfer" else _insertion
+        ways = script(home, places, meeting)
+        times = np.arange(self._env.max_steps) / dials.time_scale
+        plans = [arm.follow(start, way, times) for arm, start, way in zip(self._arms, starts, ways, strict=True)]
+        self._plan = np.concatenate(plans, axis=1)
+        noise = rng.normal(0, dials.action_noise, self._plan.shape)
+        noise[:, [6, 13]] = 0
+        self._plan += noise
+
+    def action(self, step: int) -> Float[Array, "14"]:
+        """The plan's action at a step; its last one from its end on."""
+        return self._plan[min(step, len(self._plan) - 1)]
+
+
+def demonstrate(
+    config: AlohaConfig,
+    contexts: Sequence[Context],
+    *,
+    dials: AlohaDials | None = None,
+    seed: int = 0,
+    pictures: bool = True,
+) -> list[Rollout]:
+    """One episode from each context, successful or not; with the pictures of every step, or none."""
+    env = AlohaEnv(config)
+    expert = AlohaExpert(env, dials, seed=seed)
+
+    def choose(step: int) -> Float[Array, "14"]:
+        if step == 0:
+            expert.plan(context, number)
+        return expert.action(step)
+
+    rollouts = []
+    try:
+        for number, context in enumerate(contexts):
+            rollouts.append(act_out(env, context, choose, number=number, pictures=pictures))
+    finally:
+        env.close()
+    return rollouts
+
+
+class _Pose(NamedTuple):
+    """Where a gripper's fingertips are, and how it is turned."""
+
+    place: Float[Array, "3"]
+    turn: Rotation
+
+    def shifted(self, x: float = 0.0, z: float = 0.0) -> "_Pose":
+        """Turned alike, somewhere else."""
+        return _Pose(self.place + np.array([x, 0.0, z]), self.turn)
+
+
+class _Point(NamedTuple):
+    """A pose to be at, at a step of the script, and how far the gripper is open then."""
+
+    step: float
+    pose: _Pose
+    gripper: float
+
+
+_Way = list[_Point]
+
+_DOWN = 60.0
+"""Degrees by which a gripper points down when it grasps from the table."""
+_CUBE_HEIGHT, _PEG_HEIGHT, _SOCKET_HEIGHT = 0.02, 0.01, 0.022
+"""Metres above the table at which the objects' centres come to rest; an episode starts with them in the air."""
+
+
+def _transfer(home: list[_Pose], places: Float[Array, "1 3"], noise: Float[Array, "3"]) -> tuple[_Way, _Way]:
+    """The right arm lifts the cube to the middle, the left one takes it from the side."""
+    level = Rotation.from_euler("x", 90, degrees=True)
+    grasping = Rotation.from_euler("z", 180, degrees=True) * Rotation.from_euler("y", _DOWN, degrees=True)
+    middle = np.array([0.0, 0.5, 0.25]) + noise
+    grasp, meet = _Pose(np.array([*places[0, :2], _CUBE_HEIGHT]), grasping), _Pose(middle, grasping)
+    beside = _Pose(middle, level).shifted(-0.005, -0.015)
+    aside = _Pose(middle, level).shifted(-0.12, -0.015)
+    left = [
+        _Point(0, home[0], 0),
+        _Point(80, aside, 1),
+        _Point(165, aside, 1),
+        _Point(195, beside, 1),
+        _Point(215, beside, 0),
+        _Point(230, beside, 0),
+        _Point(260, aside, 0),
+    ]
+    right = [
+        _Point(0, home[1], 0),
+        _Point(60, grasp.shifted(z=0.08), 1),
+        _Point(90, grasp, 1),
+        _Point(115, grasp, 0),
+        _Point(160, meet, 0),
+        _Point(220, meet, 0),
+        _Point(232, meet, 1),
+        _Point(260, meet.shifted(0.12, 0.05), 1),
+    ]
+    return left, right
+
+
+def _insertion(home: list[_Pose], places: Float[Array, "2 3"], noise: Float[Array, "3"]) -> tuple[_Way, _Way]:
+    """Both arms lift what lies before them to the middle and push it together."""
+    middle = np.array([0.0, 0.5, 0.145]) + noise
+    down = Rotation.from_euler("y", _DOWN, degrees=True)
+
+    # The peg hangs lower in its gripper than the socket's hole does, by 16 to 26 mm, and the hole leaves 8 mm of play.
+    def way(start: _Pose, place: Array, height: float, turn: Rotation, side: float, lift: float) -> _Way:
+        thing = _Pose(np.array([*place[:2], height]), turn)
+        grasp = thing.shifted(z=-0.005)
+        apart, together = (_Pose(middle, turn).shifted(side * gap, lift) for gap in (0.12, 0.03))
+        return [
+            _Point(0, start, 0),
+            _Point(68, thing.shifted(z=0.08), 1),
+            _Point(102, grasp, 1),
+            _Point(132, grasp, 0),
+            _Point(183, apart, 0),
+            _Point(204, apart, 0),
+            _Point(255, together, 0),
+        ]
+
+    peg, socket = places
+    left = way(home[0], socket, _SOCKET_HEIGHT, down, -1.0, 0.0)
+    right = way(home[1], peg, _PEG_HEIGHT, Rotation.from_euler("z", 180, degrees=True) * down, 1.0, 0.021)
+    return left, right
+
+
+def _interpolate(way: _Way, time: float) -> tuple[_Pose, float]:
+    """Where a way is at a time: straight between points, turning at an even pace, at rest after the last."""
+    for before, after in pairwise(way):
+        if time <= after.step:
+            share = (time - before.step) / (after.step - before.step)
+            place = before.pose.place + share * (after.pose.place - before.pose.place)
+            turn = before.pose.turn * Rotation.from_rotvec(
+                share * (before.pose.turn.inv() * after.pose.turn).as_rotvec()
+            )
+            return _Pose(place, turn), before.gripper + share * (after.gripper - before.gripper)
+    return way[-1].pose, float(way[-1].gripper)
+
+
+class _Arm:
+    """One arm's kinematics, on a copy of the simulator's data so that planning moves nothing."""
+
+    _FINGERTIPS = np.array([0.135, 0.0, 0.0])
+    """From the gripper's link to between its fingertips."""
+
+    def __init__(self, model: Any, side: str) -> None:
+        import mujoco
+
+        self._mujoco, self._model, self._data = mujoco, model, mujoco.MjData(model)
+        self._body = model.body(f"vx300s_{side}/gripper_link").id
+        self._joints = np.arange(6) + (0 if side == "left" else 8)
+        self._low, self._high = model.jnt_range[self._joints].T
+        self._jacobian = np.zeros((6, model.nv))
+
+    def pose(self, joints: Float[Array, "6"]) -> _Pose:
+        """Where the fingertips are with these joints."""
+        self._data.qpos[self._joints] = joints
+        self._mujoco.mj_kinematics(self._model, self._data)
+        self._mujoco.mj_comPos(self._model, self._data)
+        matrix = self._data.xmat[self._body].reshape(3, 3)
+        return _Pose(self._data.xpos[self._body] + matrix @ self._FINGERTIPS, Rotation.from_matrix(matrix))
+
+    def towards(self, joints: Float[Array, "6"], goal: _Pose, *, iterations: int = 3) -> Float[Array, "6"]:
+        """Joints nearer to a pose: damped least squares, so that a pose out of reach does not throw the arm about."""
+        for _ in range(iterations):
+            pose = self.pose(joints)
+            error = np.concatenate([goal.place - pose.place, (goal.turn * pose.turn.inv()).as_rotvec()])
+            self._mujoco.mj_jac(self._model, self._data, self._jacobian[:3], self._jacobian[3:], pose.place, self._body)
+            J = self._jacobian[:, self._joints]
+            step = J.T @ np.linalg.solve(J @ J.T + 1e-4 * np.eye(6), error)
+            joints = np.clip(joints + np.clip(step, -0.15, 0.15), self._low, self._high)
+        return joints
+
+    def follow(self, joints: Float[Array, "6"], way: _Way, times: Float[Array, "T"]) -> Float[Array, "T 7"]:
+        """Joint targets and gripper along a way."""
+        rows = []
+        for time in times:
+            goal, gripper = _interpolate(way, time)
+            joints = self.towards(joints, goal)
+            rows.append([*joints, gripper])
+        return np.array(rows)

@@ -1,0 +1,212 @@
+"""LIBERO's package, assets, tasks and initial states, found without a question, a download or torch.
+
+hf-libero assumes a person at the keyboard: its first import asks where to put a configuration file, a missing folder of
+assets starts a download, and its list of tasks imports torch to read NumPy arrays. Workers can do none of this, so
+here everything is looked for first, and what is missing is named.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.envs.mujoco_render import choose_gl
+from pirl.errors import EnvError
+from pirl.paths import pirl_home
+from pirl.records import Array
+
+ASSETS_VARIABLE = "PIRL_LIBERO_ASSETS"
+"""Environment variable with the folder of assets, where the configuration names none."""
+_PACKAGES = ("mujoco", "robosuite", "bddl", "libero")
+_ASSET_FOLDERS = (
+    "articulated_objects",
+    "scenes",
+    "stable_hope_objects",
+    "stable_scanned_objects",
+    "turbosquid_objects",
+)
+_DOWNLOAD = "from libero.libero.utils.download_utils import download_assets_from_huggingface as d; d()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task of a suite."""
+
+    name: str
+    """Its instruction; with the scene behind it where another task of the suite has the same one."""
+    prompt: str
+    """Its instruction."""
+    bddl: Path
+    """The file that describes scene and goal."""
+    init_states: Path
+    """The file of initial states."""
+
+
+def prepare(assets: str | None) -> None:
+    """Make `import libero` work in this process, with these assets; an error names what is missing."""
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise EnvError(
+            f"LIBERO needs {', '.join(missing)}, which cannot be imported",
+            hint="pip install 'pirl[libero]', then "
+            "pip install --no-deps robosuite==1.4.0 bddl==1.0.1 hf-libero==0.1.4 (see docs/environments.md)",
+        )
+    folder = find_assets(assets)
+    if (gl := choose_gl()) is not None:
+        os.environ["MUJOCO_GL"] = gl  # else robosuite insists on EGL, also where there is no GPU
+    with _config_file():
+        libero: Any = import_module("libero.libero")
+    if not hasattr(libero, "get_assets_path"):
+        raise EnvError("the package libero is not hf-libero", hint="pip install --no-deps hf-libero==0.1.4")
+    # The only place it looks at: the key `assets` of its configuration file is not read.
+    libero._assets_path_cache = str(folder)
+
+
+def find_assets(assets: str | None) -> Path:
+    """The folder of LIBERO's assets: as configured, from the environment, of the package, or downloaded before."""
+    named = assets or os.environ.get(ASSETS_VARIABLE)
+    package = find_spec("libero")
+    inside = [Path(package.origin).parent / "libero" / "assets"] if package and package.origin else []
+    places = [Path(named).expanduser()] if named else [*inside, Path("~/.cache/libero/assets").expanduser()]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise EnvError(
+            f"LIBERO's assets (meshes, textures, scenes) are not in {' nor in '.join(map(str, places))}",
+            hint=f'download them once with `python -c "{_DOWNLOAD}"`, or name their folder: --env.assets PATH',
+        )
+    if missing := [name for name in _ASSET_FOLDERS if not (found / name).is_dir()]:
+        raise EnvError(
+            f"{found} has no folder {', '.join(missing)}; expected {', '.join(_ASSET_FOLDERS)}",
+            hint="name LIBERO's folder `assets` itself, and check that its download is complete",
+        )
+    return found.resolve()
+
+
+def load_tasks(suite: str) -> tuple[Task, ...]:
+    """The tasks of a suite in LIBERO's order; `prepare` comes first."""
+    with _torch_absent(), contextlib.redirect_stdout(io.StringIO()):  # it prints the order of tasks
+        benchmark = import_module("libero.libero.benchmark").get_benchmark(suite)()
+        folder = Path(import_module("libero.libero").get_libero_path("init_states"))
+        tasks = benchmark.tasks
+        bddl = [Path(benchmark.get_task_bddl_file_path(i)).resolve() for i in range(len(tasks))]
+    named = Counter(task.language for task in tasks)
+    loaded = tuple(
+        Task(
+            name=task.language if named[task.language] == 1 else f"{task.language} ({_scene(task.name)})",
+            prompt=task.language,
+            bddl=file,
+            init_states=(folder / task.problem_folder / task.init_states_file).resolve(),
+        )
+        for task, file in zip(tasks, bddl, strict=True)
+    )
+    for file in (file for task in loaded for file in (task.bddl, task.init_states)):
+        if not file.is_file():
+            config = import_module("libero.libero").config_file
+            raise EnvError(f"{file} of suite {suite} is missing", hint=f"LIBERO looks where {config} says: correct it")
+    return loaded
+
+
+def read_init_states(path: Path) -> Float[Array, "n d"]:
+    """The initial states of a task: one row each, time, joint positions, joint velocities.
+
+    The file is a pickle that torch wrote. Nothing in it is executed: the only names it may use are those that NumPy
+    needs to put an array of numbers together, and everything else is refused.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
+    except (OSError, zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise EnvError(
+            f"{path} cannot be read as initial states: {error or type(error).__name__}",
+            hint="expected the file as hf-libero ships it; install it again",
+        ) from error
+    if not isinstance(states, np.ndarray) or states.ndim != 2 or states.dtype.kind != "f" or not len(states):
+        what = f"{states.dtype} of shape {states.shape}" if isinstance(states, np.ndarray) else type(states).__name__
+        raise EnvError(f"{path} holds {what}, expected rows of numbers", hint="install hf-libero again")
+    return np.array(states, np.float64)
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads arrays and nothing else."""
+
+    _ALLOWED = frozenset(
+        {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("_codecs", "encode"),  # how old pickles write bytes
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it uses {module}.{name}, which an array of numbers does not need")
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+
+
+def _scene(task: str) -> str:
+    """The part of a task's name in capitals: KITCHEN_SCENE3_put_... is set in KITCHEN_SCENE3."""
+    return "_".join(word for word in task.split("_") if word.isupper())
+
+
+@contextlib.contextmanager
+def _config_file() -> Iterator[None]:
+    """LIBERO's configuration file where there is none yet, in our own cache: without it, its import asks for input."""
+    if "libero.libero" in sys.modules:
+        yield
+        return
+    theirs = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser()
+    if (theirs / "config.yaml").is_file():
+        yield
+        return
+    package = find_spec("libero")
+    assert package is not None
+    assert package.origin is not None
+    root = Path(package.origin).parent / "libero"
+    ours = pirl_home() / "libero"
+    ours.mkdir(parents=True, exist_ok=True)
+    paths = {"benchmark_root": root, "bddl_files": root / "bddl_files", "init_states": root / "init_files"}
+    paths |= {"datasets": ours / "datasets", "assets": root / "assets"}
+    partial = ours / f".config.{os.getpid()}.partial"
+    partial.write_text("".join(f"{key}: {path}\n" for key, path in paths.items()))
+    os.replace(partial, ours / "config.yaml")
+    before = os.environ.get("LIBERO_CONFIG_PATH")
+    os.environ["LIBERO_CONFIG_PATH"] = str(ours)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LIBERO_CONFIG_PATH"]
+        else:
+            os.environ["LIBERO_CONFIG_PATH"] = before
+
+
+@contextlib.contextmanager
+def _torch_absent() -> Iterator[None]:
+    """Let `import torch` succeed for a moment where it is not installed.
+
+    LIBERO's list of tasks imports it for one function, which is replaced by `read_init_states`. The empty module is
+    taken away again, as other libraries find out by an import whether torch is there.
+    """
+    if "torch" in sys.modules or find_spec("torch") is not None:
+        yield
+        return
+    sys.modules["torch"] = ModuleType("torch")
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

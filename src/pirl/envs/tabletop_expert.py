@@ -1,0 +1,186 @@
+"""A scripted operator for the tabletop, whose errors are choices.
+
+It moves straight to where it wants to be (with a little noise), stands still for one step to close, open or think, and
+ends the episode with its last release, whatever came of it. An episode has at most one kind of error, drawn from the
+seed: wrong zone, wrong block, a detour over a wrong zone, or a release half-way.
+
+Detours are what separates value learning from imitating successes: they succeed, but too late for a policy. In the
+`stitch` dials the two choices are drawn apart: a wrong block is put aside at the lower edge, where no zone is, and the
+right one fetched after all. So the zone is chosen with the right block in hand whatever happened before, and a
+critic can learn that half from all episodes; the time a wrong block costs can teach it the other half. Only one episode
+in six does both right, and four in ten succeed: most of these too late for a policy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Float32, Int
+
+from pirl.envs.config import TabletopConfig, TabletopLevel
+from pirl.envs.tabletop import SPEED, STATE, Tabletop
+from pirl.errors import ConfigError, EnvError
+from pirl.records import Array, Context, Episode, Rollout
+
+OPERATOR_STEPS = 30
+"""Steps the operator has; a policy has fewer (`Level.max_steps`)."""
+ARRIVED = 0.03
+"""The operator is where it wants to be when it is nearer than this."""
+ASIDE = 0.06
+"""How far from the lower edge a wrong block is put aside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dials:
+    """How often the operator errs, and in which way."""
+
+    wrong: float = 0.0
+    """Share of episodes that deliver to a wrong zone: a failure."""
+    wrong_block: float = 0.0
+    """Share that takes a wrong block: a failure, unless `apart`."""
+    detour: float = 0.0
+    """Share that carries to a wrong zone first, and then to the right one: a late success."""
+    early: float = 0.0
+    """Share that releases between 0.4 and 0.6 of the way: a failure, unless the zone was so near that this is in it."""
+    noise: float = 0.05
+    """Standard deviation of the moves, as a share of the longest; moves that arrive have none."""
+    apart: bool = False
+    """Draw `wrong` and `wrong_block` independently of each other, and put a wrong block aside: it only costs time."""
+
+    def __post_init__(self) -> None:
+        shares = (self.wrong, self.wrong_block, self.detour, self.early)
+        together = max(self.wrong + self.detour + self.early, self.wrong_block) if self.apart else sum(shares)
+        if min(shares) < 0 or together > 1 or not self.noise >= 0:
+            raise ConfigError(f"dials of the operator: {self}", hint="shares and noise >= 0, shares together at most 1")
+
+
+PERFECT = Dials()
+"""Always the right choice."""
+DEMONSTRATION: Mapping[TabletopLevel, Dials] = {
+    "easy": Dials(wrong=0.25, detour=0.25, early=0.08),
+    "colours": Dials(wrong=0.15, wrong_block=0.2, detour=0.2, early=0.05),
+    "two_blocks": Dials(wrong=0.15, wrong_block=0.15, detour=0.2, early=0.05),
+    "stitch": Dials(wrong=0.6, wrong_block=0.6, apart=True),
+}
+"""The imperfect demonstrations of each level."""
+
+_CLOSE, _OPEN = 1.0, -1.0
+_LEGS = 4
+
+
+class Plan(NamedTuple):
+    """What the operator means to do on one table."""
+
+    route: Float[Array, "legs 3"]
+    """Where it goes, one place after the other, and whether it closes or opens there; it ends with the last."""
+    noise: Float[Array, "T 2"]
+    """What is added to each move."""
+
+
+def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Plan:
+    """The operator's plan for an episode that has just begun. The same numbers are drawn whatever the dials are."""
+    state = table.state
+    blocks, zones = state.blocks[slot].astype(float), state.zones[slot].astype(float)
+    right_block, right_zone = int(state.block[slot]), int(state.zone[slot])
+    choice, block_choice, share = rng.random(), rng.random(), rng.uniform(0.4, 0.6)
+    other_zone = (right_zone + int(rng.integers(1, len(zones)))) % len(zones)
+    other_block = (right_block + int(rng.integers(1, max(len(blocks), 2)))) % len(blocks)
+    noise = dials.noise * rng.standard_normal((OPERATOR_STEPS, 2))
+
+    edges = np.cumsum([dials.wrong, dials.detour, dials.early, 0.0 if dials.apart else dials.wrong_block])
+    wrong, detour, early, wrong_block = np.arange(4) == np.searchsorted(edges, choice, side="right")
+    aside = dials.apart and block_choice < dials.wrong_block
+    block, zone = blocks[other_block if wrong_block else right_block], zones[other_zone if wrong else right_zone]
+
+    route = [(*blocks[other_block], _CLOSE), (blocks[other_block][0], ASIDE, _OPEN)] if aside else []
+    route.append((*block, _CLOSE))
+    if detour:
+        route.append((*zones[other_zone], _CLOSE))
+    route.append((*(block + share * (zone - block) if early else zone), _OPEN))
+    return Plan(np.array(route), noise)
+
+
+class Operator:
+    """Acts out plans, one on each table of a batch."""
+
+    def __init__(self, table: Tabletop, plans: Sequence[Plan]) -> None:
+        self._table = table
+        self._lengths = np.array([len(one.route) for one in plans])
+        self._routes = np.stack([np.pad(one.route, ((0, _LEGS - len(one.route)), (0, 0))) for one in plans])
+        self._noise = np.stack([one.noise for one in plans])
+        self._leg = np.zeros(len(plans), int)
+
+    def act(self, slots: Int[Array, "n"]) -> tuple[Float32[Array, "n 3"], Bool[Array, "n"]]:
+        """One action for each of the slots, and where it is the operator's last."""
+        leg, state = self._leg[slots], self._table.state
+        goal = self._routes[slots, leg]
+        offset = goal[:, :2] - state.gripper[slots]
+        distance = np.linalg.norm(offset, axis=1, keepdims=True)
+        there = distance < ARRIVED
+        noise = self._noise[slots, state.steps[slots]] * (distance > SPEED)
+        move = np.where(there, 0.0, np.clip(offset / np.maximum(distance, SPEED) + noise, -1, 1))
+        before = np.where(leg > 0, self._routes[slots, leg - 1, 2], _OPEN)
+        grip = np.where(there[:, 0], goal[:, 2], before)
+        self._leg[slots] += there[:, 0]
+        actions = np.concatenate([move, grip[:, None]], axis=1, dtype=np.float32)
+        return actions, self._leg[slots] >= self._lengths[slots]
+
+
+def demonstrate(
+    config: TabletopConfig, contexts: Sequence[Context], *, dials: Dials | None = None, seed: int
+) -> list[Rollout]:
+    """One demonstration of each context, all at once, with a picture of every step; `dials` None: the level's own.
+
+    Episode i depends on the seed, i and its context alone. It is terminated by its last release: also one beside the
+    zones, after which the table itself would go on.
+    """
+    if not contexts:
+        raise EnvError("no contexts to demonstrate", hint="give at least one")
+    table = Tabletop(replace(config, max_steps=OPERATOR_STEPS), len(contexts))
+    dials = DEMONSTRATION[config.level] if dials is None else dials
+    if dials.wrong_block and table.level.blocks < 2:
+        raise ConfigError(f"wrong_block is {dials.wrong_block} at level {config.level!r}", hint="it has one block only")
+    table.begin(range(table.size), contexts)
+    operator = Operator(
+        table,
+        [plan(table, slot, dials=dials, rng=np.random.default_rng((seed, slot))) for slot in range(table.size)],
+    )
+    live = np.arange(table.size)
+    columns: dict[str, list[Array]] = {}
+    while len(live):
+        slots = live.tolist()
+        seen = table.look(slots)
+        actions, last = operator.act(live)
+        outcomes = table.act(slots, actions)
+        terminated = outcomes.terminated | last
+        step = dict(slot=live, actions=actions, rewards=outcomes.reward, terminated=terminated)
+        step.update(truncated=outcomes.truncated & ~terminated, success=outcomes.success)
+        for name, values in {**seen, **step}.items():
+            columns.setdefault(name, []).append(values)
+        live = live[~(terminated | outcomes.truncated)]
+    return _split({name: np.concatenate(values) for name, values in columns.items()}, contexts)
+
+
+def _split(columns: dict[str, Array], contexts: Sequence[Context]) -> list[Rollout]:
+    """From columns of all steps, in the order they happened, to episodes."""
+    order = np.argsort(columns["slot"], kind="stable")
+    ends = np.cumsum(np.bincount(columns["slot"], minlength=len(contexts)))[:-1]
+    parts = {name: np.split(values[order], ends) for name, values in columns.items()}
+    pictures = [name for name, values in columns.items() if values.ndim == 4]
+    rollouts = []
+    for number, context in enumerate(contexts):
+        steps = {name: values[number] for name, values in parts.items()}
+        low = {name: steps[name] for name in ("actions", "rewards", "terminated", "truncated")}
+        every = np.arange(len(steps["slot"]))
+        rollouts.append(
+            Rollout(
+                context=context,
+                number=number,
+                episode=Episode(task=context.task, state=steps[STATE], success=bool(steps["success"][-1]), **low),
+                starts=every,
+                frames={name: steps[name] for name in pictures},
+                frame_steps=every,
+            )
+        )
+    return rollouts

@@ -1,0 +1,83 @@
+"""The embedded tabletop, level `easy`: pictures, language and a π₀ of 250,000 parameters, in minutes on a laptop.
+
+    pirl record bc_tabletop --episodes 1500 --repo-id demos/tabletop
+    pirl norm-stats demos/tabletop --robot tabletop --horizon 4 --out assets/demos/tabletop
+    pirl train bc_tabletop --exp-name first
+    pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/1200
+    pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/800
+
+Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
+some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
+"""
+
+from dataclasses import replace
+
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.config import RLTrainConfig
+from pirl.data.config import DataConfig
+from pirl.envs.config import RolloutConfig, TabletopConfig
+from pirl.models.config import get_preset
+from pirl.models.critic_config import get_critic_preset
+from pirl.names import BASE_CAMERA
+from pirl.rollout.config import EvalConfig
+from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule
+
+_BC = RLTrainConfig(
+    name="bc_tabletop",
+    model=get_preset("pi0_tiny"),
+    agent=BCConfig(augment=False, flow_draws=2),
+    critic=get_critic_preset("tiny"),
+    data=DataConfig(
+        repo_ids=("demos/tabletop",),
+        robot="tabletop",
+        cameras=(BASE_CAMERA,),
+        tokenizer="word",
+        outcome="columns",
+        cache="ram",
+    ),
+    env=TabletopConfig(level="easy"),
+    rollout=RolloutConfig(num_envs=128, flow_steps=5),
+    evaluation=EvalConfig(interval=400, episodes=400),
+    policy_optimizer=AdamW(weight_decay=1e-4),
+    policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1.5e-3, decay_steps=1200, decay_lr=3e-5),
+    checkpoint=CheckpointConfig(save_interval=400, keep_period=None),
+    batch_size=128,
+    num_train_steps=1200,
+    log_interval=50,
+)
+
+_ACRLPD = replace(
+    _BC,
+    name="acrlpd_tabletop",
+    agent=ACRLPDConfig(
+        discount=0.9,
+        num_action_samples=8,
+        flow_steps=4,
+        flow_draws=2,
+        target_ess=0.3,
+        bc_loss_weight=0.0,
+        target_update_rate=0.02,
+        actor_warmup_steps=400,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+    freeze="vlm_frozen",
+    policy_schedule=CosineSchedule(warmup_steps=20, peak_lr=7e-4, decay_steps=800, decay_lr=7e-5),
+    num_train_steps=800,
+)
+
+_RIPT = replace(
+    _BC,
+    name="ript_tabletop",
+    agent=RIPTConfig(group_size=8, groups_per_iteration=48, max_attempts=1.0, epochs=2, advantage="std", flow_draws=2),
+    freeze="vlm_frozen",
+    rollout=RolloutConfig(num_envs=384, flow_steps=5),
+    evaluation=EvalConfig(interval=5, episodes=400),
+    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=5e-4, decay_steps=150, decay_lr=5e-5),
+    checkpoint=CheckpointConfig(save_interval=5, keep_period=None),
+    batch_size=256,
+    num_train_steps=15,
+    log_interval=1,
+)
+
+RECIPES = (_BC, _ACRLPD, _RIPT)

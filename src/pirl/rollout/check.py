@@ -1,0 +1,22 @@
+"""Does an environment give what a robot's policy reads? `envs.check` with the robot's keys and sizes."""
+
+from pirl.data.robots import Robot, get_robot
+from pirl.envs.checker import Expected, Report, check
+from pirl.envs.env import RobotEnv
+
+
+def expected_of(robot: Robot) -> Expected:
+    """What a robot reads from an observation, in words that environments understand without knowing robots."""
+    return Expected(
+        robot=robot.name,
+        state_keys=robot.state_keys,
+        state_dim=robot.state_dim,
+        action_dim=robot.action_dim,
+        cameras=robot.cameras,
+        optional_cameras=robot.optional_cameras,
+    )
+
+
+def check_env(env: RobotEnv, robot: Robot | None = None, *, steps: int = 20) -> Report:
+    """Step an environment and compare what it shows with what `robot` reads; None: the one the environment names."""
+    return check(env, expected_of(get_robot(env.robot) if robot is None else robot), steps=steps)

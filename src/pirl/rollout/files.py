@@ -1,0 +1,109 @@
+"""Episodes of an unfinished collection on disk, so that an interrupted run loses nothing but what was under way.
+
+One `.npz` per episode, named after its number and a hash of its content: written once, told apart from those of another
+history of the run, and refused if damaged.
+"""
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pirl.errors import CheckpointError
+from pirl.records import Array, Context, Episode, Rollout
+
+_EPISODE = ("state", "actions", "rewards", "terminated", "truncated", "intended")
+
+
+def save_rollouts(directory: Path, rollouts: Iterable[Rollout]) -> list[str]:
+    """Write what is not there yet; returns the names for `load_rollouts`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = []
+    for rollout in rollouts:
+        arrays = _arrays(rollout)
+        name = f"{rollout.number:08d}-{_digest(arrays)}.npz"
+        if not (directory / name).exists():
+            _write(directory / name, arrays)
+        names.append(name)
+    return names
+
+
+def load_rollouts(directory: Path, names: Iterable[str]) -> list[Rollout]:
+    """Read them back; a missing or damaged file is an error that names it."""
+    return [_read(directory / name) for name in names]
+
+
+def delete_rollouts(directory: Path, keep: Iterable[str] = ()) -> None:
+    """Remove all episodes but those named."""
+    kept = set(keep)
+    for path in directory.glob("*.npz"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def _arrays(rollout: Rollout) -> dict[str, Array]:
+    episode = rollout.episode
+    return {
+        "context_task": np.array(rollout.context.task),
+        "context_init": np.array(rollout.context.init, np.int64),
+        "number": np.array(rollout.number, np.int64),
+        "starts": rollout.starts,
+        "frame_steps": rollout.frame_steps,
+        "task": np.array(episode.task),
+        "success": np.array(-1 if episode.success is None else int(episode.success), np.int8),
+        **{name: value for name in _EPISODE if (value := getattr(episode, name)) is not None},
+        **{f"frames.{key}": pixels for key, pixels in rollout.frames.items()},
+    }
+
+
+def _digest(arrays: Mapping[str, Array]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name}{array.dtype}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _write(path: Path, arrays: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Rollout:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        if _digest(arrays) != path.stem.split("-")[-1]:
+            raise ValueError("its content is not what its name says")
+        outcome = int(arrays["success"])
+        return Rollout(
+            context=Context(str(arrays["context_task"]), int(arrays["context_init"])),
+            number=int(arrays["number"]),
+            episode=Episode(
+                task=str(arrays["task"]),
+                success=None if outcome < 0 else bool(outcome),
+                **{name: arrays[name] for name in _EPISODE if name in arrays},
+            ),
+            starts=arrays["starts"],
+            frame_steps=arrays["frame_steps"],
+            frames={
+                name.removeprefix("frames."): value for name, value in arrays.items() if name.startswith("frames.")
+            },
+        )
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as an episode: {error}",
+            hint="restore the run's folder of rollouts, or go on from an earlier checkpoint",
+        ) from error

@@ -1,0 +1,14 @@
+"""From a configuration to a pool of environments."""
+
+from pirl.envs.config import EnvConfig, RolloutConfig
+from pirl.rollout.pool import EnvPool, LocalPool
+from pirl.rollout.ray import RayPool
+from pirl.rollout.workers import ProcessPool
+
+
+def make_pool(env: EnvConfig, rollout: RolloutConfig) -> EnvPool:
+    """Environments where `rollout.backend` says."""
+    if rollout.backend == "local":
+        return LocalPool(env, rollout.num_envs)
+    pool: type[ProcessPool] | type[RayPool] = ProcessPool if rollout.backend == "process" else RayPool
+    return pool(env, size=rollout.num_envs, num_workers=rollout.num_workers, timeout=rollout.worker_timeout)

@@ -1,0 +1,204 @@
+"""Rollouts as a LeRobot dataset, so that what a policy or an expert did can be trained on like any recording.
+
+Columns are those that `data.robots` and `data.outcomes` look for: a dataset that is read back has the same states,
+actions, rewards, ends and success. Small pictures are stored as PNG, larger ones as video: no video codec is made for
+24 pixels, and SVT-AV1 takes none below 64.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args, get_type_hints
+
+import numpy as np
+import yaml
+
+from pirl.config_io import from_dict, tag
+from pirl.data.lerobot import INFO_FILE
+from pirl.data.robots import Robot, get_robot
+from pirl.data.writer import LeRobotWriter
+from pirl.envs.config import EnvConfig
+from pirl.errors import ConfigError, DataError
+from pirl.names import (
+    LEROBOT_ACTION,
+    LEROBOT_IMAGES,
+    LEROBOT_STATE,
+    NEXT_DONE,
+    NEXT_REWARD,
+    NEXT_SUCCESS,
+    NEXT_TRUNCATED,
+)
+from pirl.records import Array, Context, Rollout
+from pirl.rollout.pool import EnvInfo
+
+SMALLEST_VIDEO = 64
+"""Pictures with a shorter side, or with an odd one, are stored as PNG."""
+BLOCK = 16
+"""Episodes an expert demonstrates at a time: their pictures are in memory together."""
+_SAVE_SECONDS = 30.0
+"""Episodes wait, encoded, to be saved together: short ones cost less so. But not longer than this."""
+
+Existing = Literal["append", "refuse", "overwrite"]
+
+
+class RolloutRecorder:
+    """Adds rollouts to a dataset, new or existing. Use as a context manager: what is added last is saved at its end.
+
+    Success counts as an end of the task: an episode that succeeds without being terminated is read back as terminated.
+    """
+
+    def __init__(
+        self, root: Path | str, *, info: EnvInfo, robot: Robot | None = None, existing: Existing = "refuse"
+    ) -> None:
+        """`info` says how fast the environment is and whose it is; a robot without a name is given as `robot`."""
+        self.root = Path(root).expanduser()
+        self.robot = get_robot(info.robot) if robot is None else robot
+        self.saved = 0
+        """Episodes saved so far."""
+        self._fps, self._existing = info.fps, existing
+        self._writer: LeRobotWriter | None = None
+        self._waiting, self._since = 0, 0.0
+        if existing == "refuse" and (self.root / INFO_FILE).exists():  # now, not after the first episode
+            raise DataError(
+                f"{self.root} already holds a dataset", hint="choose another name, or add to it with --append"
+            )
+
+    def add(self, rollout: Rollout) -> None:
+        """One more episode; it is saved with others, or when the recorder is closed."""
+        columns = columns_of(rollout, self.robot)
+        if self._writer is None:
+            self._writer = LeRobotWriter(
+                self.root,
+                fps=self._fps,
+                features=features_of(columns),
+                robot_type=self.robot.name,
+                existing=self._existing,
+            )
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._writer.add_episode(columns, task=rollout.episode.task, save=False)
+        self._waiting += 1
+        if time.monotonic() - self._since > _SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write all episodes that wait, all or none."""
+        waiting, self._waiting = self._waiting, 0
+        if self._writer is not None:
+            self._writer.save()
+            self.saved += waiting
+
+    def close(self) -> None:
+        """Save what waits, and end."""
+        try:
+            self.save()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def __enter__(self) -> "RolloutRecorder":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()  # also after an error: every episode that was added is whole
+
+
+def num_recorded(root: Path | str) -> int:
+    """Episodes in a dataset's folder; 0 where there is none."""
+    file = Path(root).expanduser() / INFO_FILE
+    try:
+        return int(json.loads(file.read_text("utf-8"))["total_episodes"]) if file.exists() else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} cannot be read ({error})", hint="restore it, or write to another folder") from error
+
+
+def columns_of(rollout: Rollout, robot: Robot) -> dict[str, Array]:
+    """The dataset's columns for one rollout, a row per step."""
+    episode, where = rollout.episode, f"episode {rollout.number} ({rollout.context.task!r})"
+    if episode.success is None:
+        raise DataError(f"{where} does not say whether it succeeded", hint="set its success to True or False")
+    steps = np.arange(len(episode))
+    if rollout.frames and not np.array_equal(rollout.frame_steps, steps):
+        raise DataError(
+            f"{where} has pictures of {len(rollout.frame_steps)} of its {len(episode)} steps",
+            hint="collect with every_picture=True to record",
+        )
+    return {
+        LEROBOT_STATE: episode.state.astype(np.float32),
+        LEROBOT_ACTION: episode.actions.astype(np.float32),
+        **{feature_name(robot, key): pictures for key, pictures in rollout.frames.items()},
+        NEXT_REWARD: episode.rewards.astype(np.float32),
+        NEXT_SUCCESS: (steps == len(episode) - 1) & episode.success,
+        NEXT_DONE: episode.terminated | episode.truncated,
+        NEXT_TRUNCATED: episode.truncated,
+    }
+
+
+def feature_name(robot: Robot, key: str) -> str:
+    """What an environment's picture is called in a dataset, such that the robot finds it there."""
+    usual = f"{LEROBOT_IMAGES}.{key.rpartition('/')[2]}"
+    names = next((names for names in robot.cameras.values() if key in names), (usual,))
+    stored = [name for name in names if name.startswith(f"{LEROBOT_IMAGES}.")]
+    stored = stored or [name for name in names if "/" not in name]
+    if not stored:
+        raise ConfigError(
+            f"robot {robot.name!r} looks for the picture {key!r} only under names that no dataset can have",
+            hint=f"add {usual} to the names of that camera",
+        )
+    return usual if usual in stored else stored[0]
+
+
+def features_of(columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
+    """LeRobot's description of the columns."""
+    return {key: _feature(column) for key, column in columns.items()}
+
+
+def _feature(column: Array) -> dict[str, Any]:
+    shape = list(column.shape[1:])
+    if len(shape) != 3:
+        return {"dtype": column.dtype.name, "shape": shape or [1], "names": None}
+    small = min(shape[:2]) < SMALLEST_VIDEO or shape[0] % 2 or shape[1] % 2
+    return {"dtype": "image" if small else "video", "shape": shape, "names": ["height", "width", "channels"]}
+
+
+def expert_rollouts(env: EnvConfig, contexts: Sequence[Context], *, dials: Any, seed: int) -> Iterator[Rollout]:
+    """What the environment's scripted expert does from each context. The same arguments, the same episodes."""
+    demonstrate = _expert(env).demonstrate
+    for first in range(0, len(contexts), BLOCK):
+        # An expert counts its episodes from 0: without a seed of its own every block would make the same choices.
+        own = int(np.random.SeedSequence((seed, first)).generate_state(1)[0])
+        for rollout in demonstrate(env, contexts[first : first + BLOCK], dials=dials, seed=own):
+            yield replace(rollout, number=first + rollout.number)
+
+
+def parse_dials(env: EnvConfig, words: Sequence[str]) -> Any:
+    """`KEY=VALUE` words as the settings of the environment's expert; those not named are at their defaults.
+
+    None, for the expert's own choice, where there are no words.
+    """
+    hint = get_type_hints(_expert(env).demonstrate)["dials"]
+    kind = next(option for option in get_args(hint) if isinstance(option, type) and is_dataclass(option))
+    values = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign:
+            raise ConfigError(f"--dials {word}", hint="give KEY=VALUE, such as wrong=0.25")
+        values[key.replace("-", "_")] = yaml.safe_load(text)
+    return from_dict(kind, values) if words else None
+
+
+def _expert(env: EnvConfig) -> ModuleType:
+    name = f"pirl.envs.{tag(type(env)).lower()}_expert"
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ConfigError(
+            f"there is no scripted expert for {tag(type(env))} environments", hint="record a policy: --checkpoint PATH"
+        ) from None

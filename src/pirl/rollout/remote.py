@@ -1,0 +1,299 @@
+"""Environments in other processes or on other machines: what all such pools have in common.
+
+A worker holds some of the slots in a `LocalPool` of its own and answers one request at a time, as bytes. Every worker
+is sent its request before the first answer is awaited, so they work side by side. Workers may die, hang or fail to
+start; a `_Seat` is what stays: it replaces its worker, remembers which episodes went with it, and starts the new one in
+the background while the other seats go on.
+
+Pictures travel in the pickle: two cameras of 224 x 224 in 16 slots are 4.8 MB and take 7 ms, much less than rendering
+them. Nothing here needs jax: this is also what runs inside a worker.
+"""
+
+import contextlib
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxtyping import Float
+
+from pirl import errors
+from pirl.errors import ConfigError, EnvError, PirlError, PirlWarning
+from pirl.records import Array, Context
+from pirl.rollout.pool import Advanced, Build, EnvInfo, LocalPool, Lost, Started
+
+_THREADS = "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS LP_NUM_THREADS"
+ONE_THREAD = dict.fromkeys(_THREADS.split(), "1")
+"""Environment variables of a worker. There are as many workers as cores are meant for them; threads inside each, of
+NumPy or of Mesa's renderer (`LP_`), would only compete."""
+
+START_TIMEOUT = 300.0
+"""Seconds a worker may take to import its simulator and to make its environments."""
+
+CLOSE_TIMEOUT = 2.0
+"""Seconds a worker may take to close its environments before it is killed all the same."""
+
+START_ATTEMPTS = 3
+"""After so many failed starts in a row it is not bad luck."""
+
+
+class WorkerLostError(Exception):
+    """A worker that cannot be used any more."""
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.details = details or reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A worker's answer when it could not do what it was asked. Text only: an exception may not survive the journey."""
+
+    kind: str
+    """Name of the exception."""
+    message: str
+    """What it says."""
+    hint: str
+    """What to do about it, of pirl's own errors."""
+    traceback: str
+    """Where it was raised."""
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """The words of an exception."""
+        return cls(
+            kind=type(error).__name__,
+            message=error.message if isinstance(error, PirlError) else str(error),
+            hint=error.hint if isinstance(error, PirlError) else "",
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+    def throw(self) -> None:
+        """Raise it again: pirl's own errors as they were, all others as the end of the worker."""
+        found = getattr(errors, self.kind, None)
+        if isinstance(found, type) and issubclass(found, PirlError):
+            error = found.__new__(found)
+            PirlError.__init__(error, self.message, hint=self.hint)  # subclasses word their message themselves
+            raise error
+        raise WorkerLostError(f"its worker raised {self.kind}: {self.message}", self.traceback)
+
+
+class Host:
+    """What runs inside a worker."""
+
+    _pool: LocalPool
+
+    def answer(self, request: bytes) -> bytes:
+        """Do what is asked: `open` first, then methods of `LocalPool`."""
+        try:
+            verb, args, options = pickle.loads(request)
+            if verb == "open":
+                self._pool = LocalPool(*args)
+                result = self._pool.info
+            else:
+                result = getattr(self._pool, verb)(*args, **options)
+            return pickle.dumps(result, protocol=5)
+        except Exception as error:
+            return pickle.dumps(Failure.of(error))
+
+
+class Worker(Protocol):
+    """A `Host` somewhere. It starts in the background when it is made."""
+
+    def send(self, request: bytes) -> None:
+        """Hand over a request, without waiting and without complaint: whether it arrived is seen by the answer."""
+
+    def receive(self, timeout: float) -> bytes:
+        """The answer; `WorkerLostError`, which says what happened to the worker; or `TimeoutError`."""
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+
+
+def _request(verb: str, *args: Any, **options: Any) -> bytes:
+    return pickle.dumps((verb, args, options), protocol=5)
+
+
+class _Seat:
+    """The place of one worker, and of those that come after it."""
+
+    def __init__(self, launch: Callable[[], Worker], opening: bytes, timeout: float, start_timeout: float) -> None:
+        self.restarts = 0
+        self._launch, self._opening = launch, opening
+        self._timeout, self._start_timeout = timeout, start_timeout
+        self._episodes: set[int] = set()
+        self._why_lost = "no episode was started in this slot"
+        self._open()
+
+    def _open(self) -> None:
+        self.ready = self._busy = False
+        self._asked = time.monotonic()
+        self._worker = self._launch()
+        self._worker.send(self._opening)
+
+    def _send(self, verb: str, *args: Any, **options: Any) -> None:
+        self._asked = time.monotonic()
+        self._worker.send(_request(verb, *args, **options))
+        self._busy = True
+
+    def _receive(self, timeout: float) -> Any:
+        # The time counts from the request on, as others were awaited before; a moment is left to fetch the answer.
+        left = max(self._asked + timeout - time.monotonic(), min(timeout, 1.0))
+        try:
+            answer = pickle.loads(self._worker.receive(left))
+        except TimeoutError as error:
+            reason = f"its worker gave no answer for {timeout:g} s"
+            raise WorkerLostError(reason, f"{reason} {error}") from None
+        self._busy = False
+        if isinstance(answer, Failure):
+            answer.throw()
+        return answer
+
+    def _replace(self, reason: str) -> None:
+        self._worker.kill()
+        self._episodes.clear()
+        self._why_lost = reason
+        self.restarts += 1
+        warnings.warn(f"an environment worker is restarted (restart {self.restarts}): {reason}", PirlWarning, 2)
+        self._open()
+
+    def await_ready(self) -> EnvInfo:
+        """Wait for the worker to have its environments, with new workers where it fails; what they are."""
+        failures = 0
+        while not self.ready:
+            try:
+                self._info: EnvInfo = self._receive(self._start_timeout)
+                self.ready = True
+            except WorkerLostError as lost:
+                failures += 1
+                if failures == START_ATTEMPTS:
+                    raise EnvError(
+                        f"an environment worker failed {failures} times in a row while starting; the last time:\n"
+                        f"{lost.details.rstrip()}",
+                        hint="`rollout.backend=local` makes the environments in this process, which may say more",
+                    ) from None
+                self._replace(f"{lost.reason}, while starting")
+        return self._info
+
+    def ask(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Lost]:
+        """Pass on what can be done; for slots whose episode is gone, say so."""
+        if self.ready and self._busy:  # somebody was interrupted while waiting for the answer
+            self._replace("the answer of its worker was not awaited")
+        self.await_ready()
+        if verb == "start":
+            self._episodes.update(requests)
+        possible = {slot: request for slot, request in requests.items() if slot in self._episodes}
+        if possible:
+            self._send(verb, possible, **options)
+        return {slot: Lost(reason=self._why_lost) for slot in requests if slot not in possible}
+
+    def answers(self, slots: Mapping[int, Any]) -> dict[int, Any]:
+        """What became of the request for these slots."""
+        if not self._busy:
+            return {}
+        try:
+            answers: dict[int, Any] = self._receive(self._timeout)
+            return answers
+        except WorkerLostError as lost:
+            self._replace(lost.reason)
+            return {slot: Lost(reason=lost.reason) for slot in slots}
+
+    def ask_to_close(self) -> None:
+        """Let the environments free what they hold, if the worker is listening."""
+        if self.ready and not self._busy:
+            self._send("close")
+        else:
+            self._worker.kill()
+
+    def close(self) -> None:
+        """End the worker."""
+        if self.ready and self._busy:
+            with contextlib.suppress(WorkerLostError, PirlError):
+                self._receive(CLOSE_TIMEOUT)
+        self._worker.kill()
+
+
+class RemotePool:
+    """An `EnvPool` over workers; `launch` makes one. Slot s lives in worker s % num_workers."""
+
+    def __init__(
+        self,
+        build: Build,
+        launch: Callable[[], Worker],
+        *,
+        size: int,
+        num_workers: int,
+        timeout: float,
+        start_timeout: float = START_TIMEOUT,
+    ) -> None:
+        if not 1 <= num_workers <= size:
+            raise ConfigError(
+                f"{size} environments for {num_workers} workers", hint="give every worker at least one environment"
+            )
+        try:
+            openings = [_request("open", build, len(range(i, size, num_workers))) for i in range(num_workers)]
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise EnvError(
+                f"{build!r} cannot be sent to a worker: {error}",
+                hint="give a configuration, a function of a module, or a functools.partial of one",
+            ) from error
+        self.size = size
+        self.waited = 0.0
+        """Seconds spent waiting for environments."""
+        self.restarts = 0
+        """Workers that had to be replaced."""
+        self._seats: list[_Seat] = []
+        try:
+            for opening in openings:
+                self._seats.append(_Seat(launch, opening, timeout, start_timeout))
+            self.info, *_ = [seat.await_ready() for seat in self._seats]
+            self.restarts = sum(seat.restarts for seat in self._seats)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
+        """Begin an episode in each of the slots."""
+        return self._ask("start", contexts)
+
+    def advance(self, chunks: Mapping[int, Float[Array, "h A"]], *, every_picture: bool) -> dict[int, Advanced | Lost]:
+        """Execute a chunk in each of the slots, stopping where an episode ends."""
+        return self._ask("advance", chunks, every_picture=every_picture)
+
+    def _ask(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
+        if not self._seats:
+            raise EnvError("this pool of environments is closed", hint="make a new one")
+        began = time.perf_counter()
+        seats = len(self._seats)
+        parts: dict[int, dict[int, Any]] = {}
+        for slot, request in requests.items():
+            parts.setdefault(slot % seats, {})[slot // seats] = request
+        found: dict[int, Any] = {}
+        # Workers that are just starting come last, so that the others do not wait for their requests.
+        for number in sorted(parts, key=lambda number: not self._seats[number].ready):
+            lost = self._seats[number].ask(verb, parts[number], **options)
+            found |= {slot * seats + number: answer for slot, answer in lost.items()}
+        for number, part in parts.items():
+            answers = self._seats[number].answers(part)
+            found |= {slot * seats + number: answer for slot, answer in answers.items()}
+        self.waited += time.perf_counter() - began
+        self.restarts = sum(seat.restarts for seat in self._seats)
+        return {slot: found[slot] for slot in requests}
+
+    def close(self) -> None:
+        """End all workers."""
+        for seat in self._seats:
+            seat.ask_to_close()
+        for seat in self._seats:
+            seat.close()
+        self._seats = []
+
+    def __enter__(self) -> "RemotePool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,111 @@
+"""From groups of rollouts to the rows RIPT learns from: one for every time the policy looked and planned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int
+
+from pirl.data.transforms import Transform
+from pirl.envs.env import RawObservation
+from pirl.names import ACTIONS, IMAGE, IMAGE_MASK
+from pirl.records import Array, Rollout
+from pirl.rollout.policy import ChunkPolicy, model_inputs, replay_frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRows:
+    """What the policy saw, what it planned, how much of it was executed, and how the episode compares."""
+
+    images: Mapping[str, Array]
+    """Pictures by camera slot, as the policy saw them."""
+    inputs: Mapping[str, Array]
+    """Normalised state and the prompt's tokens, as the model takes them."""
+    actions: Float32[Array, "n H A"]
+    """The planned chunks, normalised."""
+    executed: Float32[Array, "n H"]
+    """1 where a step of the plan was executed."""
+    advantage: Float32[Array, "n"]
+    """Of the row's episode within its group."""
+
+    def __len__(self) -> int:
+        return len(self.advantage)
+
+    def batch(self, rows: Int[Array, "B"], weight: Float32[Array, "B"], *, fresh: bool) -> dict[str, Any]:
+        """The batch RIPT's update takes; rows of weight 0 are there to fill it."""
+        size = len(rows)
+        return {
+            "observations": {
+                IMAGE: {slot: pixels[rows] for slot, pixels in self.images.items()},
+                IMAGE_MASK: {slot: np.ones(size, bool) for slot in self.images},
+                **{name: column[rows] for name, column in self.inputs.items()},
+            },
+            "actions": self.actions[rows],
+            "executed": self.executed[rows],
+            "advantage": self.advantage[rows],
+            "weight": weight,
+            "fresh": np.full(size, float(fresh), np.float32),
+        }
+
+
+def plan_rows(
+    transform: Transform, rollouts: Sequence[Rollout], advantages: Sequence[float], cameras: Sequence[str]
+) -> PlanRows:
+    """The rows of all rollouts, one after the other."""
+    states, plans, executed, prompts, advantage = [], [], [], [], []
+    images: dict[str, list[Array]] = {slot: [] for slot in cameras}
+    for rollout, value in zip(rollouts, advantages, strict=True):
+        episode, starts = rollout.episode, rollout.starts
+        assert episode.intended is not None  # rollouts of a policy always have its plans
+        ends = np.append(starts[1:], len(episode))
+        states.append(episode.state[starts])
+        plans.append(episode.intended[starts])
+        executed.append(np.arange(episode.intended.shape[1]) < (ends - starts)[:, None])
+        prompts += [episode.task] * len(starts)
+        advantage.append(np.full(len(starts), value, np.float32))
+        seen = np.searchsorted(rollout.frame_steps, starts)
+        frames = {key: pixels[seen] for key, pixels in rollout.frames.items()}
+        for slot, pixels in replay_frames(transform, frames, cameras, borders=False).items() if cameras else ():
+            images[slot].append(pixels)
+    inputs = transform.low_dim(np.concatenate(states), np.concatenate(plans), prompts)
+    return PlanRows(
+        images={slot: np.concatenate(parts) for slot, parts in images.items()},
+        actions=inputs.pop(ACTIONS),
+        inputs=inputs,
+        executed=np.concatenate(executed).astype(np.float32),
+        advantage=np.concatenate(advantage),
+    )
+
+
+def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int) -> PlanRows:
+    """One row of the right shapes: an observation, and a chunk of zeros."""
+    transform = policy.transform
+    states, inputs = model_inputs(transform, [observation], policy.cameras)
+    plan = np.zeros((1, horizon, transform.robot.action_dim), np.float32)
+    return PlanRows(
+        images=inputs.pop(IMAGE),
+        actions=transform.low_dim(states, plan, [""])[ACTIONS],
+        inputs={name: column for name, column in inputs.items() if name != IMAGE_MASK},
+        executed=np.ones(plan.shape[:2], np.float32),
+        advantage=np.ones(1, np.float32),
+    )
+
+
+def minibatches(
+    count: int, batch_size: int, rng: np.random.Generator
+) -> list[tuple[Int[Array, "B"], Float32[Array, "B"]]]:
+    """One pass over `count` rows in random order, as (rows, weights).
+
+    What does not fill a batch is left out, another part in each pass. Where there is less than one batch it is filled
+    up with rows of weight 0; less than a quarter of one is too little to make a step on.
+    """
+    order = rng.permutation(count)
+    full = count // batch_size
+    if full:
+        ones = np.ones(batch_size, np.float32)
+        return [(order[i * batch_size : (i + 1) * batch_size], ones) for i in range(full)]
+    if 4 * count < batch_size:
+        return []
+    rows = np.resize(order, batch_size)
+    return [(rows, (np.arange(batch_size) < count).astype(np.float32))]

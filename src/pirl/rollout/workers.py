@@ -1,0 +1,104 @@
+"""Environments in other processes of this machine.
+
+A worker is a fresh interpreter, not a fork (JAX's threads do not survive one) and not `multiprocessing`'s spawn: that
+imports the main script again, with the jax it imports, and recurses where the script has no guard.
+"""
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from pirl.rollout.pool import Build
+from pirl.rollout.remote import ONE_THREAD, START_TIMEOUT, Host, RemotePool, WorkerLostError
+
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from pirl.rollout.workers import serve; serve(int(sys.argv[1]))"
+"""What the new interpreter runs: it finds modules where this one does."""
+
+
+class ProcessPool(RemotePool):
+    """Environments in `num_workers` processes. One that dies, hangs longer than `timeout` seconds or does not start
+    within `start_timeout` is replaced; its slots answer `Lost`.
+    """
+
+    def __init__(
+        self, build: Build, *, size: int, num_workers: int, timeout: float, start_timeout: float = START_TIMEOUT
+    ) -> None:
+        super().__init__(
+            build, ProcessWorker, size=size, num_workers=num_workers, timeout=timeout, start_timeout=start_timeout
+        )
+
+
+class ProcessWorker:
+    """A process with environments, at the other end of a pipe."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a simulator prints is no result of ours
+                env=os.environ | ONE_THREAD,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # a Ctrl-C in the terminal is for us; and what the worker started ends with it
+            )
+
+    def send(self, request: bytes) -> None:
+        """Hand over a request. If nobody is there to take it, `receive` will say so."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(request)
+
+    def receive(self, timeout: float) -> bytes:
+        """The answer, or what happened to the process."""
+        try:
+            if self._connection.poll(timeout):
+                return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            self.kill()
+            raise WorkerLostError(_cause_of_death(self._process.returncode)) from None
+        raise TimeoutError
+
+    def kill(self) -> None:
+        """End the process and what it started; a process that has ended by itself keeps its exit code."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: it goes when it can
+                self._process.wait(5)
+        self._connection.close()
+
+
+def _cause_of_death(code: int | None) -> str:
+    if code is None:
+        return "its worker closed the connection"
+    if code >= 0:
+        return f"its worker ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"its worker was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def serve(handle: int) -> None:
+    """The life of a worker: answer requests until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    faulthandler.enable()
+    os.set_inheritable(handle, False)
+    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    host = Host()
+    with Connection(handle) as connection, contextlib.suppress(EOFError, OSError):
+        while True:
+            connection.send_bytes(host.answer(connection.recv_bytes()))
+
+
+def _end_with_parent(handle: int) -> None:
+    """A hanging simulator would never notice that nobody waits for it any more."""
+    hangup = select.poll()
+    hangup.register(handle, 0)
+    hangup.poll()
+    os._exit(1)

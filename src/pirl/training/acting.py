@@ -1,0 +1,241 @@
+"""A checkpoint that acts: from a folder on disk to a policy that answers environments.
+
+A step folder says itself how it was trained (`extra/metadata.json`), its run says so too (`config.yaml`); for weights
+of OpenPI the configuration is given. Statistics are always the checkpoint's own: they belong to its weights. Of what
+training kept beside the weights only what acting needs is read: a critic to choose with, a condition to follow.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from pirl.agents.acrlpd import ACRLPD
+from pirl.agents.agent import Agent, TrainState
+from pirl.config import RLTrainConfig
+from pirl.config_io import from_dict, read_yaml
+from pirl.data.transforms import Transform
+from pirl.errors import CheckpointError, ConfigError
+from pirl.models.fetch import fetch
+from pirl.models.fit import compare, shapes_of
+from pirl.models.ocdbt import read_json
+from pirl.models.params import Params, flatten, nest
+from pirl.models.weights import check_finite, kind_of, load
+from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
+from pirl.rollout.policy import ChunkPolicy
+from pirl.training.build import asset_id, build_agent, build_chunk_policy, build_transform
+from pirl.training.checkpoint import EXTRA_ITEM
+from pirl.training.config import KeepBest
+from pirl.training.run_directory import METADATA_FILE, complete_steps
+from pirl.training.sharding import make_mesh, sharded_shapes
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint whose configuration is known; nothing of it is loaded."""
+
+    folder: Path
+    """The step's folder (of PyTorch weights, the folder or file they are in)."""
+    config: RLTrainConfig
+    """How it was trained, or is to be used."""
+    metadata: Mapping[str, Any]
+    """What was written beside it: versions, time, metrics; empty for one that OpenPI wrote."""
+
+    @property
+    def step(self) -> int | None:
+        """Training steps, where the folder is named after them."""
+        return int(self.folder.name) if self.folder.name.isdecimal() else None
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of its run, where it lies in one of ours."""
+        run = self.folder.parent
+        return run if self.step is not None and (run / METADATA_FILE).is_file() else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Acting:
+    """A loaded checkpoint."""
+
+    found: Found
+    """Where it is from, and its configuration."""
+    state: TrainState
+    """The weights that act, of every group that is needed."""
+    policy: ChunkPolicy
+    """Answers `rollout.num_envs` environments at a time."""
+
+    def use(self, seed: int) -> ChunkPolicy:
+        """The policy, ready to act; its noise depends on the seed."""
+        return self.policy.use(self.state, jax.random.key(seed))
+
+
+def open_checkpoint(
+    location: str | os.PathLike[str],
+    *,
+    best: bool = False,
+    config: RLTrainConfig | None = None,
+    change: Callable[[RLTrainConfig], RLTrainConfig] = lambda config: config,
+) -> Acting:
+    """Find a checkpoint, change its configuration (environment, candidates, ...), and load it."""
+    found = find_checkpoint(location, best=best, config=config)
+    return load_acting(replace(found, config=change(found.config)))
+
+
+def find_checkpoint(
+    location: str | os.PathLike[str], *, best: bool = False, config: RLTrainConfig | None = None
+) -> Found:
+    """The checkpoint at a path or address: a step's folder, or a run's, of which it is the latest step or the `best`.
+
+    `config` goes before the checkpoint's own; one that does not say how it was trained needs it.
+    """
+    path = fetch(_spelled(location))
+    steps = complete_steps(path)
+    if best and not steps:
+        raise CheckpointError(
+            f"{path} is not the folder of a run, so there is no best of its steps", hint="give the run's folder"
+        )
+    if best:
+        path = path / str(_best_step(path, steps, config))
+    elif steps:
+        path = path / str(steps[-1])
+    elif path.name == PARAMS_ITEM and kind_of(path) == "openpi":
+        path = path.parent
+    kind_of(path)  # says what is wrong where there are no weights
+    metadata = _metadata(path)
+    return Found(folder=path, config=config or _own_config(path, metadata), metadata=metadata)
+
+
+def load_acting(found: Found) -> Acting:
+    """Weights and statistics, on all devices of this process."""
+    config, folder = found.config, found.folder
+    agent, transform = build_agent(config), _transform(folder, config)
+    policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
+    # Another number of devices than in training is no reason not to act.
+    mesh = make_mesh(math.gcd(config.mesh.fsdp, jax.device_count()))
+    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, jax.random.key(0)))
+    params = {"policy": load(folder, shapes.policy), **_other_weights(folder, shapes, _needed(agent, config))}
+    for group, weights in params.items():
+        check_finite(weights, source=f"{folder}, {group}")
+    return Acting(found=found, state=TrainState(step=jnp.zeros((), jnp.int32), params=params), policy=policy)
+
+
+def _spelled(location: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The location itself; a folder that is not there, beside others of nearly that name, is a typo."""
+    path = Path(location).expanduser()
+    beside = [] if path.exists() or not path.parent.is_dir() else [child.name for child in path.parent.iterdir()]
+    if near := difflib.get_close_matches(path.name, beside):
+        raise CheckpointError(f"there is no {path}", hint=f"did you mean: {', '.join(near)}")
+    return location
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    file = folder / EXTRA_ITEM / METADATA_FILE
+    return read_json(file) if file.is_file() else {}
+
+
+def _own_config(folder: Path, metadata: Mapping[str, Any]) -> RLTrainConfig:
+    """What the step says of itself, or else its run."""
+    file = folder.parent / CONFIG_FILE
+    if "config" in metadata:
+        source, data = folder / EXTRA_ITEM / METADATA_FILE, metadata["config"]
+    elif file.is_file():
+        source, data = file, read_yaml(file)
+    else:
+        raise CheckpointError(
+            f"{folder} does not say how it was trained: there is neither {EXTRA_ITEM}/{METADATA_FILE} in it nor "
+            f"{CONFIG_FILE} beside it",
+            hint="name a recipe or YAML file with its model, robot and environment: --recipe NAME",
+        )
+    try:
+        return from_dict(RLTrainConfig, data)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error.message}", hint=error.hint) from error
+
+
+def _best_step(run: Path, steps: list[int], config: RLTrainConfig | None) -> int:
+    """The step with the best value of the metric that `checkpoint.keep_best` names; of equals the latest."""
+    found = {step: _metadata(run / str(step)) for step in steps}
+    config = config or _own_config(run / str(steps[-1]), found[steps[-1]])
+    rule = config.checkpoint.keep_best or KeepBest()
+    values = {step: (metadata.get("metrics") or {}).get(rule.metric) for step, metadata in found.items()}
+    scores = {step: value for step, value in values.items() if value is not None}
+    if not scores:
+        raise CheckpointError(
+            f"no step of {run} was saved with {rule.metric} ({len(steps)} steps)",
+            hint="make checkpoint.save_interval a multiple of evaluation.interval; or name a step's folder",
+        )
+    sign = 1 if rule.mode == "max" else -1
+    return max(scores, key=lambda step: (sign * scores[step], step))
+
+
+def _transform(folder: Path, config: RLTrainConfig) -> Transform:
+    """The training's transform, with the statistics in the checkpoint."""
+    assets = (folder if folder.is_dir() else folder.parent) / ASSETS_ITEM
+    names = [file.parent.relative_to(assets).as_posix() for file in sorted(assets.rglob(NORM_STATS_FILE))]
+    named = asset_id(config)
+    if named not in names and len(names) != 1:
+        raise CheckpointError(
+            f"{assets} holds the statistics of {', '.join(names) or 'nothing'}, and the configuration names {named!r}",
+            hint="say whose to use: --data.asset-id NAME" if names else "copy those it was trained with to there",
+        )
+    chosen = named if named in names else names[0]
+    return build_transform(replace(config, data=replace(config.data, assets_dir=str(assets), asset_id=chosen)))
+
+
+def _needed(agent: Agent, config: RLTrainConfig) -> set[str]:
+    """The groups beside the policy whose weights take part in acting."""
+    if isinstance(agent, ACRLPD):
+        return {"critic"} if config.rollout.best_of > 1 or agent.config.actor == "best_of_n" else set()
+    return {"condition"}
+
+
+def _other_weights(folder: Path, shapes: TrainState, needed: set[str]) -> dict[str, Params]:
+    """The weights of other groups, averaged where there is an average, without the rest of the training state."""
+    groups = {name: shapes.params[name] for name in sorted(needed) if name in shapes.params}
+    if not groups:
+        return {}
+    item = folder / TRAIN_STATE_ITEM
+    if not item.is_dir():
+        raise CheckpointError(
+            f"{folder} holds no {TRAIN_STATE_ITEM}, and with it no {' or '.join(groups)}",
+            hint="take a checkpoint of the run itself, not an export; or act without a critic: --best-of 1",
+        )
+    reference: dict[str, Params] = {"ema": {}, "groups": {}}
+    for name, leaves in groups.items():
+        reference["ema" if name in shapes.ema else "groups"][name] = leaves
+    restored = _restore_part(item, {kind: tree for kind, tree in reference.items() if tree})
+    return restored.get("ema", {}) | restored.get("groups", {})
+
+
+def _restore_part(item: Path, reference: Params) -> Params:
+    """The leaves of an Orbax item that the reference has, in its shardings; the others are not read."""
+    likes = flatten(reference)
+    handler = ocp.PyTreeCheckpointHandler()
+    path = epath.Path(item.absolute())
+    try:
+        stored = flatten(handler.metadata(path).tree)
+        wanted = {name: stored[name] for name in likes if name in stored}
+        compare(shapes_of(wanted), shapes_of(reference), source=str(item), allow_missing="(?!)")
+        arguments = {name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype) for name, x in likes.items()}
+        request = ocp.args.PyTreeRestore(item=nest(wanted), restore_args=nest(arguments), partial_restore=True)
+        restored: Params = handler.restore(path, args=request)
+        return restored
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(
+            f"{item} cannot be read: {reason[:300]}", hint="the files are damaged: take another step"
+        ) from error
+    finally:
+        handler.close()

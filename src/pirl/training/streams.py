@@ -1,0 +1,306 @@
+"""Where the batches of a run come from: datasets, datasets and what the policy has just done, or groups of rollouts.
+
+The loop asks for a round and gets the batches of it: one from a dataset, several where an iteration of RIPT learns from
+its rollouts more than once. A stream that collects does so with the weights the round begins with. Everything it needs
+to go on is in its `state`, also in the middle of a collection: an episode depends on its context, its number and the
+weights alone, so what is missing is simply acted out.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from pirl.agents.agent import TrainState
+from pirl.agents.config import RIPTConfig
+from pirl.agents.flow_objectives import accepted, group_advantages
+from pirl.data.loader import ACRLPDDataLoader, put_on_devices
+from pirl.data.replay import ReplayBuffer
+from pirl.errors import EnvError
+from pirl.records import Context, Rollout
+from pirl.rollout.collect import Job, numbered
+from pirl.rollout.collector import Collector, Say, Stop
+from pirl.rollout.config import OnlineConfig
+from pirl.rollout.curriculum import Curriculum
+from pirl.rollout.policy import replay_frames
+from pirl.rollout.pool import Lost
+from pirl.rollout.rows import PlanRows, first_rows, minibatches, plan_rows
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Batches for the loop."""
+
+    def round(self, step: int, state: TrainState, stop: Stop, say: Say) -> Iterator[Any]:
+        """The batches of one step of the loop; raises CollectionStoppedError if asked to stop while collecting."""
+
+    def notice(self, metrics: Mapping[str, jax.Array]) -> None:
+        """What the update on the latest batch said of it."""
+
+    def metrics(self) -> dict[str, float]:
+        """What is to be logged of the round."""
+
+    def example(self) -> Any:
+        """A batch as it would be, for a dry run."""
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as plain JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
+
+class DatasetStream:
+    """One batch per step."""
+
+    def __init__(self, loader: ACRLPDDataLoader) -> None:
+        self.loader = loader
+
+    def round(self, step: int, state: TrainState, stop: Stop, say: Say) -> Iterator[Any]:
+        """The next batch."""
+        yield self.loader.sample_batch()
+        if self.loader.step == 1:
+            self.loader.reset_stall()  # compiling is not the data's fault
+
+    def notice(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Nothing depends on it."""
+
+    def metrics(self) -> dict[str, float]:
+        """How long the device waited for data."""
+        return {"time/stall_fraction": self.loader.stall_fraction}
+
+    def example(self) -> Any:
+        """The first batch."""
+        return self.loader.sample_batch()
+
+    def state(self) -> dict[str, Any]:
+        """The position in the data."""
+        return {"data": self.loader.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on at this position."""
+        self.loader.restore(state["data"])
+
+
+class OnlineStream(DatasetStream):
+    """ACRLPD online: now and then the policy acts, its episodes enter the replay buffer, batches mix both."""
+
+    def __init__(
+        self,
+        loader: ACRLPDDataLoader,
+        replay: ReplayBuffer,
+        collector: Collector,
+        curriculum: Curriculum,
+        config: OnlineConfig,
+        *,
+        borders: bool,
+        directory: Path,
+    ) -> None:
+        """`borders`: the datasets' pictures are held with the letterbox's borders."""
+        super().__init__(loader)
+        self._replay, self._collector, self._curriculum, self._config = replay, collector, curriculum, config
+        self._borders, self._directory = borders, directory
+        self._collections = self._episodes = self._env_steps = 0
+        self._latest: dict[str, float] = {}
+
+    def round(self, step: int, state: TrainState, stop: Stop, say: Say) -> Iterator[Any]:
+        """Collect if it is time; then a batch."""
+        trained = step - 1 - self._config.start_step
+        if trained >= 0 and trained >= self._config.updates_per_step * self._env_steps:
+            self._collect(state, stop, say)
+        yield from super().round(step, state, stop, say)
+
+    def _collect(self, state: TrainState, stop: Stop, say: Say) -> None:
+        contexts = self._curriculum.draw(self._config.episodes, self._collections)
+        found = self._collector.collect(numbered(contexts, self._episodes), state, stop, say)
+        transform = self._collector.policy.transform
+        for rollout in found.values():
+            frames = replay_frames(transform, rollout.frames, self._replay.cameras, borders=self._borders)
+            self._replay.append(rollout.episode, frames)
+        rollouts = list(found.values())
+        self._curriculum.update(
+            [(r.context, int(bool(r.episode.success)), int(not r.episode.success)) for r in rollouts]
+        )
+        self._collections += 1
+        self._episodes += len(contexts)
+        self._env_steps += sum(len(rollout.episode) for rollout in rollouts)
+        self._latest = {
+            **self._collector.close_round(),
+            "online/success_rate": float(np.mean([bool(r.episode.success) for r in rollouts])) if rollouts else 0.0,
+            "online/episodes": float(self._episodes),
+            "online/env_steps": float(self._env_steps),
+            "online/replay_episodes": float(len(self._replay)),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Of the data, and of the latest collection, once."""
+        latest, self._latest = self._latest, {}
+        return {**super().metrics(), **latest}
+
+    def state(self) -> dict[str, Any]:
+        """The position in the data, the replay buffer, and a collection under way."""
+        return {
+            **super().state(),
+            "replay": self._replay.save(self._directory),
+            "collector": self._collector.state(),
+            "curriculum": self._curriculum.state(),
+            "collections": self._collections,
+            "episodes": self._episodes,
+            "env_steps": self._env_steps,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The replay buffer first: the data's position counts what it holds."""
+        self._replay.restore(self._directory, state["replay"])
+        super().restore(state)
+        self._collector.restore(state["collector"])
+        self._curriculum.restore(state["curriculum"])
+        self._collections, self._episodes = int(state["collections"]), int(state["episodes"])
+        self._env_steps = int(state["env_steps"])
+
+
+class GroupStream:
+    """RIPT: in each round groups of rollouts of the same initial state, then some passes over those that tell."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        curriculum: Curriculum,
+        config: RIPTConfig,
+        *,
+        batch_size: int,
+        horizon: int,
+        seed: int,
+        demonstrations: ACRLPDDataLoader | None,
+        sharding: Any,
+    ) -> None:
+        self._collector, self._curriculum, self._config = collector, curriculum, config
+        self._batch_size, self._horizon, self._seed = batch_size, horizon, seed
+        self._demonstrations, self._sharding = demonstrations, sharding
+        self._attempted: list[Context] = []
+        self._episodes = 0
+        self._drift = 0.0
+        self._latest: dict[str, float] = {}
+
+    def round(self, step: int, state: TrainState, stop: Stop, say: Say) -> Iterator[Any]:
+        """Collect, compare, and give the rows out in random order until the passes are over or the policy moved far."""
+        c = self._config
+        groups = self._collect(step, state, stop, say)
+        full = [group for _, group in groups if len(group) == c.group_size]
+        rewards = np.array([_successes(group) for group in full]).reshape(-1, c.group_size)
+        chosen = np.flatnonzero(accepted(rewards))[: c.groups_per_iteration]
+        rows = self._rows([full[i] for i in chosen], rewards[chosen])
+        updates = 0
+        for batch in self._batches(step, rows):
+            yield batch
+            updates += 1
+        outcomes = [(context, _successes(group)) for context, group in groups]
+        self._curriculum.update([(context, int(sum(won)), int(len(won) - sum(won))) for context, won in outcomes])
+        won = [success for _, successes in outcomes for success in successes]
+        self._latest = {
+            **self._collector.close_round(),
+            **self._curriculum.metrics(),
+            "ript/success_rate": float(np.mean(won)) if won else 0.0,
+            "ript/attempted_groups": float(len(groups)),
+            "ript/accepted_groups": float(len(chosen)),
+            "ript/rows": float(0 if rows is None else len(rows)),
+            "ript/updates": float(updates),
+        }
+        self._episodes += len(self._attempted) * c.group_size
+        self._attempted = []
+
+    def _collect(self, step: int, state: TrainState, stop: Stop, say: Say) -> list[tuple[Context, list[Rollout]]]:
+        """Groups until enough of them tell something, or until too many were tried."""
+        c = self._config
+        limit = int(c.max_attempts * c.groups_per_iteration)
+        while True:
+            jobs = [
+                Job(self._episodes + group * c.group_size + k, context)
+                for group, context in enumerate(self._attempted)
+                for k in range(c.group_size)
+            ]
+            found = self._collector.collect(jobs, state, stop, say)
+            groups = [
+                (context, [found[n] for n in self._numbers(group) if n in found])
+                for group, context in enumerate(self._attempted)
+            ]
+            telling = sum(len(group) == c.group_size and len(set(_successes(group))) > 1 for _, group in groups)
+            wanted = min(c.groups_per_iteration - telling, limit - len(groups))
+            if wanted <= 0:
+                return groups
+            self._attempted += self._curriculum.draw(wanted, step, already=len(groups))
+
+    def _numbers(self, group: int) -> range:
+        first = self._episodes + group * self._config.group_size
+        return range(first, first + self._config.group_size)
+
+    def _rows(self, groups: list[list[Rollout]], rewards: Float[np.ndarray, "G K"]) -> PlanRows | None:
+        if not groups:
+            return None
+        advantages = group_advantages(rewards, self._config.advantage)
+        policy = self._collector.policy
+        flat = [rollout for group in groups for rollout in group]
+        return plan_rows(policy.transform, flat, advantages.ravel().tolist(), policy.cameras)
+
+    def _batches(self, step: int, rows: PlanRows | None) -> Iterator[Any]:
+        fresh, limit = True, self._config.drift_limit
+        for epoch in range(0 if rows is None else self._config.epochs):
+            rng = np.random.default_rng([self._seed, 2, step, epoch])
+            for chosen, weight in minibatches(len(rows), self._batch_size, rng):  # type: ignore[arg-type]
+                yield self._batch(rows.batch(chosen, weight, fresh=fresh))  # type: ignore[union-attr]
+                fresh = False
+                if limit is not None and self._drift > limit:
+                    return
+
+    def _batch(self, rows: dict[str, Any]) -> Any:
+        batch: Any = put_on_devices(rows, self._sharding)
+        if self._demonstrations is not None:
+            demos = self._demonstrations.sample_batch()
+            batch["demos"] = {name: demos[name] for name in ("observations", "actions", "valid")}
+        return batch
+
+    def notice(self, metrics: Mapping[str, jax.Array]) -> None:
+        """How far the policy is from the one that rolled out decides whether the round goes on."""
+        if self._config.drift_limit is not None:
+            self._drift = float(metrics["ript/drift"])
+
+    def metrics(self) -> dict[str, float]:
+        """Of the round that is over."""
+        return self._latest
+
+    def example(self) -> Any:
+        """A batch of the first observations of an environment, started for real."""
+        policy, context = self._collector.policy, self._curriculum.draw(1, 0)[0]
+        begun = self._collector.pool.start({0: context})[0]
+        if isinstance(begun, Lost):
+            raise EnvError(f"{context}: {begun.reason}", hint="try the environment with pirl.envs.check")
+        rows = first_rows(policy, begun.observation, self._horizon)
+        chosen = np.zeros(self._batch_size, np.int64)
+        return self._batch(rows.batch(chosen, np.ones(self._batch_size, np.float32), fresh=True))
+
+    def state(self) -> dict[str, Any]:
+        """The counters, the curriculum, the position in the demonstrations, and a collection under way."""
+        return {
+            "collector": self._collector.state(),
+            "curriculum": self._curriculum.state(),
+            "attempted": [[context.task, context.init] for context in self._attempted],
+            "episodes": self._episodes,
+            **({} if self._demonstrations is None else {"data": self._demonstrations.state()}),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._collector.restore(state["collector"])
+        self._curriculum.restore(state["curriculum"])
+        self._attempted = [Context(task, int(init)) for task, init in state["attempted"]]
+        self._episodes = int(state["episodes"])
+        if self._demonstrations is not None:
+            self._demonstrations.restore(state["data"])
+
+
+def _successes(group: list[Rollout]) -> list[float]:
+    """What each rollout is worth: RIPT's reward is success alone."""
+    return [float(bool(rollout.episode.success)) for rollout in group]
