@@ -14,11 +14,11 @@ from typing import Literal
 from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.data.config import DataConfig
 from pirl.data.robots import Robot, get_robot
-from pirl.envs.config import EnvConfig, RolloutConfig
+from pirl.envs.config import EnvConfig
 from pirl.errors import ConfigError, did_you_mean
 from pirl.models.config import FreezeRule, MLPFlowConfig, Pi0Config
 from pirl.models.critic_config import CriticConfig
-from pirl.rollout.config import CurriculumConfig, EvalConfig, OnlineConfig
+from pirl.rollout.config import CurriculumConfig, EvalConfig, OnlineConfig, RolloutConfig
 from pirl.training.config import (
     AdamW,
     CheckpointConfig,
@@ -294,6 +294,11 @@ class RLTrainConfig:
             yield f"{' and '.join(needs)} without an environment", "name one: --env, or take a recipe that has one"
         if self.online is not None and not isinstance(self.agent, ACRLPDConfig):
             yield "online is set, and the algorithm is not ACRLPD", "RIPT collects by itself, BC never does"
+        if self.online is not None and self.online.start_step > 0 and not self.data.repo_ids:
+            yield (
+                f"online.start_step is {self.online.start_step} without a dataset",
+                "before the first collection there would be nothing to train on: start_step 0, or name data.repo_ids",
+            )
         if self.execute > self.horizon:
             yield (
                 f"rollout.execute is {self.execute}, model.horizon is {self.horizon}",

@@ -96,7 +96,8 @@ def success(agent, states, *, candidates: int | None = None) -> np.ndarray:
     extra = {} if candidates is None else {"candidates": candidates}
 
     def chunks(state, position, key):
-        return agent.act(state, Observation(images={}, image_masks={}, state=position), key, **extra)
+        keys = jax.random.split(key, len(position))
+        return agent.act(state, Observation(images={}, image_masks={}, state=position), keys, **extra)
 
     act = jax.jit(chunks)
     rates = []

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 import rollout_envs
-from pirl.envs.config import RolloutConfig, TabletopConfig
+from pirl.envs.config import TabletopConfig
 from pirl.errors import EnvError, MissingExtraError, PirlWarning
 from pirl.records import Context
+from pirl.rollout.config import RolloutConfig
 from pirl.rollout.make_pool import make_pool
 from pirl.rollout.pool import Advanced, EnvPool, Lost, Started
 from pirl.rollout.ray import RayPool

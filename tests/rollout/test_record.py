@@ -21,7 +21,6 @@ from pirl.envs.tabletop_expert import Dials
 from pirl.errors import ConfigError, DataError
 from pirl.names import BASE_CAMERA, LEFT_WRIST_CAMERA, NEXT_TRUNCATED
 from pirl.records import Context, Episode, EpisodeSource, Rollout
-from pirl.rollout.contexts import fixed_contexts
 from pirl.rollout.pool import EnvInfo
 from pirl.rollout.record import (
     BLOCK,
@@ -30,6 +29,7 @@ from pirl.rollout.record import (
     feature_name,
     num_recorded,
     parse_dials,
+    recording_contexts,
 )
 
 TABLETOP = TabletopConfig(wrist_camera=True)
@@ -75,7 +75,7 @@ def assert_same(found: Episode, expected: Episode) -> None:
 
 
 def test_demonstrations_come_back_exactly(tmp_path: Path) -> None:
-    contexts = fixed_contexts(INFO, 20, "train")
+    contexts = recording_contexts(INFO, 20, "train")
     rollouts = list(expert_rollouts(TABLETOP, contexts, dials=None, seed=1))
     with RolloutRecorder(tmp_path / "demos", info=INFO) as recorder:
         for rollout in rollouts:
@@ -114,13 +114,18 @@ def test_every_end_survives_and_only_large_pictures_are_videos(
 
 def test_what_was_added_before_an_error_is_kept(tmp_path: Path) -> None:
     rollouts = [rollout_of("success", number) for number in range(3)]
-    with pytest.raises(RuntimeError, match="stumbled"), RolloutRecorder(tmp_path, info=INFO) as recorder:
-        recorder.add(rollouts[0])
-        with pytest.raises(DataError, match="is not finite"):
-            broken = replace(rollouts[1].episode, state=np.full((5, 4), np.nan, np.float32))
-            recorder.add(replace(rollouts[1], episode=broken))
-        recorder.add(rollouts[2])
-        raise RuntimeError("stumbled")
+    broken = replace(rollouts[1], episode=replace(rollouts[1].episode, state=np.full((5, 4), np.nan, np.float32)))
+
+    def record() -> None:
+        with RolloutRecorder(tmp_path, info=INFO) as recorder:
+            recorder.add(rollouts[0])
+            with pytest.raises(DataError, match="is not finite"):
+                recorder.add(broken)
+            recorder.add(rollouts[2])
+            raise RuntimeError("stumbled")
+
+    with pytest.raises(RuntimeError, match="stumbled"):
+        record()
     source = opened(tmp_path, 24)
     assert len(source) == 2
     for index, rollout in enumerate((rollouts[0], rollouts[2])):
@@ -182,6 +187,17 @@ def test_experts_repeat_themselves_but_not_between_blocks() -> None:
     assert len(different) == 2 * (BLOCK + 2)
 
 
+def test_recordings_go_on_with_new_states_as_long_as_there_are_some() -> None:
+    contexts = recording_contexts(INFO, 9, "train")
+    assert [context.task for context in contexts] == [INFO.tasks[i % 6] for i in range(9)]
+    assert len({context.init for context in contexts}) == 9
+    assert recording_contexts(INFO, 4, "train", first=5) == contexts[5:]
+    tested = {context.init for context in recording_contexts(INFO, 9, "test")}
+    assert not tested & {context.init for context in contexts}
+    limited = replace(INFO, tasks=("a", "b"), num_inits=3)
+    assert sorted(recording_contexts(limited, 6, "train")) == [Context(task, i) for task in "ab" for i in range(3)]
+
+
 def test_dials() -> None:
     assert parse_dials(TABLETOP, []) is None
     assert parse_dials(TABLETOP, ["wrong=0.5", "apart=true", "wrong-block=1"]) == Dials(
@@ -236,13 +252,13 @@ def test_episodes_saved_together_are_those_saved_one_by_one(version: Any, tmp_pa
         for number, episode in enumerate(meta.episodes):
             assert episode.tasks == (f"task {number % 3}",)
             for camera in ("small", "large"):
-                frames = read_frames(meta, episode, camera)
+                frames = read_frames(meta, episode, camera, size=None)
                 assert len(frames) == 3 + number % 2
                 assert np.abs(frames.astype(int) - 20 * number).max() <= 2
     infos = [json.loads((meta.root / "meta/info.json").read_text()) for meta in (single, grouped)]
     assert infos[0] == infos[1]
     if version == V30:
-        assert len(set(episode.data.path.name for episode in grouped.episodes)) > 1
+        assert len({episode.data.path.name for episode in grouped.episodes}) > 1
         stats = [json.loads((meta.root / "meta/stats.json").read_text()) for meta in (single, grouped)]
         np.testing.assert_allclose(stats[0]["action"]["mean"], stats[1]["action"]["mean"], rtol=1e-12)
         np.testing.assert_allclose(stats[0]["large"]["std"], stats[1]["large"]["std"], rtol=1e-12)

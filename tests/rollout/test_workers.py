@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import rollout_envs
-from pirl.envs.config import RolloutConfig, TabletopConfig
+from pirl.envs.config import TabletopConfig
 from pirl.errors import ConfigError, EnvError, MissingExtraError, PirlWarning
 from pirl.records import Context
+from pirl.rollout.config import RolloutConfig
 from pirl.rollout.make_pool import make_pool
 from pirl.rollout.pool import Advanced, Build, EnvPool, Lost, Started
 from pirl.rollout.workers import ProcessPool, ProcessWorker

@@ -25,6 +25,7 @@ from pirl.errors import PirlError, PirlWarning, did_you_mean
 VERBS = {
     "train": "train a policy: a recipe or a YAML file, changed by flags",
     "eval": "how often a checkpoint succeeds in its environment, with videos",
+    "report": "one page about a run, or about several side by side",
     "record": "write a dataset of what a scripted expert or a checkpoint does",
     "plan": "tell whether a run fits into the devices' memory",
     "recipes": "list, show or copy the configurations that come with pirl",

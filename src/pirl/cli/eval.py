@@ -44,7 +44,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--episodes", type=positive, default=50, metavar="N", help="episodes, over the tasks in turn (default 50)")
     add("--split", choices=("test", "validation"), default="test", help="which initial states (default test)")
     add("--best", action="store_true", help="of a run: the step that was best when it was evaluated in training")
-    add("--best-of", type=positive, metavar="N", help="let the critic choose among N candidates (default: as trained)")
+    add(
+        "--best-of",
+        type=positive,
+        metavar="N",
+        help="let the critic choose among N candidates (default 1, or evaluation.best_of)",
+    )
     add("--execute", type=positive, metavar="N", help="steps of a chunk to execute before looking again")
     add("--num-envs", type=positive, metavar="N", help="environments stepped together")
     add("--backend", choices=("local", "process", "ray"), help="where they run")
@@ -67,30 +72,36 @@ def run(args: argparse.Namespace) -> int:
         parser.error("--seed is 0 or more")
 
     from pirl.recipes import load
+    from pirl.rollout.films import Highlights
     from pirl.training.acting import find_checkpoint
     from pirl.training.build import build_pool
 
     recipe = load(args.recipe) if args.recipe else None
     found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
     found = replace(found, config=_changed(found.config, args, settings))
-    candidates = {"": found}
-    if args.compare:
-        other = find_checkpoint(args.compare, best=args.best, config=recipe)
+    other = find_checkpoint(args.compare, best=args.best, config=recipe) if args.compare else None
+    asked = {"": _asked(args, found)}
+    if other is not None:
         config = replace(other.config, env=found.config.env, rollout=found.config.rollout)
-        candidates["compared_with"] = replace(other, config=config)
-    out = args.out or _default_folder(args, *candidates.values())
-    asked = {name: _asked(args, one) for name, one in candidates.items()}
+        other = replace(other, config=config)
+        asked["compared_with"] = _asked(args, other)
+    out = args.out or _default_folder(args, found, other)
     _check_target(out / FILE, asked, overwrite=args.overwrite)
     with build_pool(found.config) as pool:
-        evaluated = {name: _evaluate(args, one, pool, out if not name else None) for name, one in candidates.items()}
+        films = Highlights(args.video or 0)
+        evaluated = {"": _evaluate(args, found, pool, films)}
+        if other is not None:
+            evaluated["compared_with"] = _evaluate(args, other, pool, Highlights(0))
     result: dict[str, Any] = {"evaluation": asked[""], "result": evaluated[""].to_json()}
-    if args.compare:
+    if other is not None:
         result["compared_with"] = {
             "evaluation": asked["compared_with"],
             "result": evaluated["compared_with"].to_json(),
             "comparison": _comparison(*evaluated.values()),
         }
     text = _write(out / FILE, result)
+    if args.video:  # only now: what can go wrong here must not cost the results
+        _film(films.rollouts, found.config.env, pool.info.fps, out)
     if args.json:
         print(text, end="")
     else:
@@ -99,9 +110,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _changed(config: Any, args: argparse.Namespace, settings: Sequence[str]) -> Any:
-    """The checkpoint's configuration with the flags of this command line."""
+    """The checkpoint's configuration with the flags of this command line.
+
+    `rollout.best_of` is for collecting; what is evaluated is what training evaluates, by default a plain sample.
+    """
+    changes = {"best_of": 1 if config.evaluation is None else config.evaluation.best_of}
     names = ("best_of", "execute", "num_envs", "backend")
-    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    changes |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if changes.get("num_envs", config.rollout.num_workers) < config.rollout.num_workers:
         changes["num_workers"] = changes["num_envs"]
     config = replace(config, rollout=replace(config.rollout, **changes))
@@ -164,16 +179,14 @@ def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> N
         )
 
 
-def _evaluate(args: argparse.Namespace, found: Any, pool: Any, out: Path | None) -> Any:
-    """Load one checkpoint, act out all contexts, and film some of them for `out`."""
+def _evaluate(args: argparse.Namespace, found: Any, pool: Any, films: Any) -> Any:
+    """Load one checkpoint and act out all contexts; `films` takes what it wants. Its weights are freed at the end."""
     from pirl.rollout.contexts import fixed_contexts
     from pirl.rollout.evaluate import evaluate
-    from pirl.rollout.films import Highlights
     from pirl.training.acting import load_acting
     from pirl.training.progress import Progress
 
     policy = load_acting(found).use(args.seed)
-    highlights = Highlights(args.video or 0)
     label = f"{found.config.name}/{found.config.exp_name} {found.folder.name}"
     with Progress(label, args.episodes, unit="episodes") as progress:
         won = 0
@@ -181,14 +194,11 @@ def _evaluate(args: argparse.Namespace, found: Any, pool: Any, out: Path | None)
         def seen(rollout: Any) -> None:
             nonlocal won
             won += bool(rollout.episode.success)
-            highlights.add(rollout)
+            films.add(rollout)
             progress.advance(status=f"{won} succeeded")
 
         contexts = fixed_contexts(pool.info, args.episodes, args.split)
-        result = evaluate(pool, policy, contexts, retries=found.config.rollout.retries, on_rollout=seen)
-    if args.video and out is not None:
-        _film(highlights.rollouts, found.config.env, pool.info.fps, out)
-    return result
+        return evaluate(pool, policy, contexts, retries=found.config.rollout.retries, on_rollout=seen)
 
 
 def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None:

@@ -94,8 +94,7 @@ def _root(args: argparse.Namespace) -> Path:
 
 def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int, int]:
     """Episodes, steps and successes that were recorded."""
-    from pirl.rollout.contexts import fixed_contexts
-    from pirl.rollout.record import RolloutRecorder, num_recorded
+    from pirl.rollout.record import RolloutRecorder, num_recorded, recording_contexts
     from pirl.training.progress import Progress
 
     frames = won = 0
@@ -105,7 +104,7 @@ def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int
             RolloutRecorder(root, info=info, robot=config.robot, existing="append" if args.append else "refuse")
         )
         before = num_recorded(root)
-        contexts = fixed_contexts(info, before + args.episodes, args.split)[before:]
+        contexts = recording_contexts(info, args.episodes, args.split, first=before)
         progress = parts.enter_context(Progress("recording", args.episodes, unit="episodes"))
         for rollout in rollouts(contexts, before):
             recorder.add(rollout)

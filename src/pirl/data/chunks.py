@@ -19,8 +19,9 @@ so the one chunk that ends exactly on a cut gives nothing either.
 The critic must not see where an episode ended: in rollouts a short chunk mostly means success, and a critic which can
 tell (zeros, a held last action, a mask) learns "short = good" instead of what the actions do. So the steps after the
 end are filled with what the policy meant to do (`Episode.intended`), and where nobody knows, with the same steps of
-another chunk of the batch. That last fill happens after normalisation (`fill_tails`): actions may be relative to the
-chunk's first state, and only in the normalised space is a borrowed row one the critic could have met anyway.
+another chunk of the batch, made to follow what is known (`choose_donors`, `fill_tails`): the jump from one motion to
+another would tell the end as well. That last fill happens after normalisation: actions may be relative to the chunk's
+first state, and only in the normalised space is a borrowed row one the critic could have met anyway.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from pirl.errors import DataError
 from pirl.records import Array, ChunkBatch, Episode
 
 _NEVER = np.iinfo(np.int64).max // 2  # a row number no table reaches, with room to add to it
+_SEEN, _NOISE = 4, 1e-4  # known steps a tail is predicted from; how far they are trusted, as a share of the variance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,37 +168,68 @@ def known_steps(table: EpisodeTable, rows: Int[Array, "B"], *, critic_horizon: i
     return np.minimum(critic_horizon, np.maximum(table.end[rows] - rows, table.plan_length[rows]))
 
 
-def choose_donors(known: Int[Array, "B"], rng: np.random.Generator, *, critic_horizon: int) -> Int[Array, "B"]:
+def choose_donors(chunks: Float[Array, "B h A"], known: Int[Array, "B"]) -> Int[Array, "B"]:
     """For each chunk the chunk of the same batch that lends its tail: itself where all steps are known.
 
-    Donors are drawn from the chunks that are known to the end, else (none in the batch) from all others. The number
-    of random draws is that of the batch, whatever it holds, so that later draws do not depend on the data.
+    Of the chunks that are known to the end (else, where the batch has none, of all others) it is the one that is
+    nearest over the last two known steps, the first of equals: most of what it does next could follow here.
     """
-    size = len(known)
-    draws = rng.random(size)
-    donors = np.arange(size)
-    needy = np.flatnonzero(known < critic_horizon)
-    whole = np.flatnonzero(known >= critic_horizon)
-    if len(whole):
-        donors[needy] = whole[(draws[needy] * len(whole)).astype(np.int64)]
-    elif size > 1:
-        donors[needy] = (needy + 1 + (draws[needy] * (size - 1)).astype(np.int64)) % size
+    horizon = chunks.shape[1]
+    donors = np.arange(len(chunks))
+    whole = np.flatnonzero(known >= horizon)
+    lenders = whole if len(whole) else donors.copy()
+    for sample in np.flatnonzero(known < horizon):
+        last = slice(max(known[sample] - 2, 0), known[sample])
+        distance = np.square(chunks[lenders, last] - chunks[sample, last]).sum((1, 2))
+        donors[sample] = lenders[np.argmin(np.where(lenders == sample, np.inf, distance))]
     return donors
 
 
-def fill_tails(chunks: Float[Array, "S h A"], known: Int[Array, "S"], donors: Int[Array, "B"]) -> Float[Array, "B h A"]:
-    """The first B chunks, each with its unknown steps replaced by the same steps of chunk number `donors[i]`.
+def fill_tails(chunks: Float[Array, "B h A"], known: Int[Array, "B"], donors: Int[Array, "B"]) -> Float[Array, "B h A"]:
+    """The chunks, each with its unknown steps made of the same steps of chunk number `donors[i]`.
+
+    The tail x of a chunk with known steps y, lent by a chunk with tail x' and y', is x' + C (y - y'). C predicts tails
+    from known steps linearly, by the covariance of the batch's whole chunks: were these Gaussian, x would be a draw
+    from what can follow y. Smooth motions go on without a jump, unrelated actions are lent as they are, and what lies
+    between gets its share. Nothing leaves the range of the whole chunks, and a switch (a dimension of two values, such
+    as a gripper) is lent as it is.
 
     A donor that is itself too short (no chunk of the batch is whole) lends its known steps in turn.
     """
-    filled = chunks[: len(donors)].copy()
-    steps = np.arange(chunks.shape[1])
-    needy = np.flatnonzero(known[: len(donors)] < len(steps))
-    lender = donors[needy, None]
-    lent = chunks[lender, steps % known[lender]]
-    unknown = steps >= known[needy, None]
-    filled[needy] = np.where(unknown[..., None], lent, filled[needy])
+    horizon = chunks.shape[1]
+    filled, steps, lengths = chunks.copy(), np.arange(horizon), np.unique(known[known < horizon])
+    if not len(lengths):
+        return filled
+    whole = chunks[known >= horizon].astype(np.float64)
+    moving = _moving(whole)
+    ranges = whole[..., moving].min((0, 1), initial=np.inf), whole[..., moving].max((0, 1), initial=-np.inf)
+    deviation = np.moveaxis(whole[..., moving] - whole[..., moving].sum(0) / max(len(whole), 1), 2, 0)
+    covariance = deviation.swapaxes(1, 2) @ deviation
+    for length in lengths:
+        needy = np.flatnonzero(known == length)
+        lender = donors[needy]
+        tail = chunks[lender[:, None], steps[length:] % known[lender, None]]
+        seen = slice(max(length - _SEEN, 0), length)
+        apart = np.moveaxis((chunks[needy, seen] - chunks[lender, seen])[..., moving], 2, 0)
+        follows = tail[..., moving] + np.moveaxis(apart @ _prediction(covariance, seen), 0, 2)
+        tail[..., moving] = np.clip(follows, *ranges)
+        filled[needy, length:] = tail
     return filled
+
+
+def _moving(whole: Float[Array, "n h A"]) -> Int[Array, "m"]:
+    """The dimensions that take more than two values; none where there is nothing to learn from."""
+    if len(whole) < 2:
+        return np.zeros(0, np.int64)
+    ends = (whole == whole.min((0, 1))) | (whole == whole.max((0, 1)))
+    return np.flatnonzero(~ends.all((0, 1)))
+
+
+def _prediction(covariance: Float[Array, "A h h"], seen: slice) -> Float[Array, "A k t"]:
+    """C, transposed: the steps after those that were seen, from them; a little noise keeps it solvable."""
+    noise = _NOISE * np.trace(covariance, axis1=1, axis2=2) / covariance.shape[1] + 1e-12
+    of_seen = covariance[:, seen, seen] + noise[:, None, None] * np.eye(seen.stop - seen.start)
+    return np.linalg.solve(of_seen, covariance[:, seen, seen.stop :])
 
 
 def validate_qchunking_batch_format(batch: ChunkBatch, *, next_observations: bool = True) -> None:

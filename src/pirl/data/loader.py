@@ -65,9 +65,7 @@ class _Draw:
     rows: Int[Array, "B"]
     """The row it starts at."""
     known: Int[Array, "B"]
-    """How many of the critic's steps it knows."""
-    donors: Int[Array, "B"]
-    """The sample that lends it the others."""
+    """How many of the critic's steps it knows; the others are lent by another sample."""
 
     def by_part(self, samples: Int[Array, "n"]) -> Iterator[tuple[Resident, Int[Array, "m"]]]:
         """The residents that are needed, each with the positions in `samples` it serves."""
@@ -276,32 +274,26 @@ class ACRLPDDataLoader:
             part=part[order],
             rows=rows[order],
             known=known[order],
-            donors=choose_donors(known[order], rng, critic_horizon=h),
         )
 
     def _gather(self, draw: _Draw) -> ChunkBatch:
-        """Copy this host's samples together; of other hosts' samples only the chunks that lend a tail are computed."""
-        mine, count, h = self._mine, len(self._mine), self.critic_horizon
-        lenders = draw.donors[mine]
-        foreign = np.setdiff1d(lenders, mine)
-        samples = np.concatenate([mine, foreign])
-        lent_by = np.where(np.isin(lenders, mine), lenders - mine[0], count + np.searchsorted(foreign, lenders))
-
-        columns, prompts = self._columns(draw, samples)
+        """Copy this host's samples together. Numbers are computed of the whole batch: any sample may lend a tail."""
+        mine, h = self._mine, self.critic_horizon
+        columns, prompts = self._columns(draw, np.arange(self.batch_size))
         now = dict(self._transform.low_dim(columns.pop("state"), columns.pop("actions"), prompts))
-        chunks = now.pop("actions")
-        batch = ChunkBatch(
-            actions=chunks[:count], critic_actions=fill_tails(chunks[:, :h], draw.known[samples], lent_by)
-        )
-        next_state, next_rows = columns.pop("next_state")[:count], columns.pop("next_rows")[:count]
-        batch.update({name: column[:count] for name, column in columns.items()})  # type: ignore[typeddict-item]
-        views = {"observations": (draw.rows[mine], {name: column[:count] for name, column in now.items()})}
+        chunks = now["actions"][:, :h]
+        columns |= {"critic_actions": fill_tails(chunks, draw.known, choose_donors(chunks, draw.known))}
+        columns, now = ({name: column[mine] for name, column in part.items()} for part in (columns, now))
+        next_state, next_rows = columns.pop("next_state"), columns.pop("next_rows")
+        batch = ChunkBatch(actions=now.pop("actions"))
+        batch.update(columns)  # type: ignore[typeddict-item]
+        views = {"observations": (draw.rows[mine], now)}
         if self._with_next:
-            later = dict(self._transform.low_dim(next_state, None, prompts[:count]))
+            later = dict(self._transform.low_dim(next_state, None, [prompts[sample] for sample in mine]))
             views["next_observations"] = (next_rows, later)
         pictures = self._pictures(draw, [rows for rows, _ in views.values()])
         for (name, (_, low_dim)), image in zip(views.items(), pictures, strict=True):
-            mask = {camera: np.ones(count, bool) for camera in image}
+            mask = {camera: np.ones(len(mine), bool) for camera in image}
             view = Observations(image=image, image_mask=mask, **low_dim)  # type: ignore[typeddict-item]
             batch[name] = view  # type: ignore[literal-required]
         return batch

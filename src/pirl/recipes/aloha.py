@@ -3,6 +3,7 @@
     pirl train acrlpd_aloha_fold --exp-name box1 --data-path recordings/fold_box --mesh.fsdp 8
     pirl train acrlpd_aloha_fold_lora --exp-name box1 --data-path recordings/fold_box
     pirl train bc_aloha_fold --exp-name warm --data-path recordings/fold_box
+    pirl train ript_aloha_transfer --exp-name r1 --init-weights gs://openpi-assets/checkpoints/pi0_aloha_sim
 
 `rl_fold_box` is another name of acrlpd_aloha_fold. The dataset is one's own, in LeRobot's format, with demonstrations
 and the robot's own attempts. What they achieved is read from next.success or next.reward; where there is no such
@@ -14,6 +15,9 @@ and dropout 0.1, Huber loss; best of 4; advantage-weighted imitation with a plai
 hl_gauss` is what the other recipes use. Behaviour cloning has OpenPI's own settings and is a good start for the former:
 `--init-weights checkpoints/bc_aloha_fold/warm/20000`.
 
+RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed as OpenPI's
+client does, groups of 8 rollouts, faithful rendering since the checkpoint was trained on such pictures.
+
 Hardware, as `pirl plan` computes it, not measured: acrlpd_aloha_fold 13.1 GiB on each of 8 devices with --mesh.fsdp 8;
 acrlpd_aloha_fold_lora 18.2 GiB, so one card of 24 GB; bc_aloha_fold 66.6 GiB on one device.
 Results: not run at full size yet.
@@ -21,12 +25,15 @@ Results: not run at full size yet.
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
+from pirl.envs.config import AlohaConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
-from pirl.training.config import AdamW, CosineSchedule
+from pirl.names import BASE_CAMERA
+from pirl.rollout.config import EvalConfig, RolloutConfig
+from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule, KeepBest
 
 _PI0_BASE = "gs://openpi-assets/checkpoints/pi0_base"
 _STEPS = 50_000
@@ -58,6 +65,24 @@ _BC = RLTrainConfig(
     num_train_steps=20_000,
 )
 
+_RIPT = RLTrainConfig(
+    name="ript_aloha_transfer",
+    model=get_preset("pi0"),
+    agent=RIPTConfig(group_size=8, groups_per_iteration=16, max_attempts=3.0, epochs=2, flow_draws=4, accumulate=4),
+    init_weights="gs://openpi-assets/checkpoints/pi0_aloha_sim",
+    freeze="vlm_frozen",
+    data=DataConfig(robot="aloha_sim", cameras=(BASE_CAMERA,), asset_id="lerobot/aloha_sim_transfer_cube_human"),
+    env=AlohaConfig(task="transfer"),
+    rollout=RolloutConfig(backend="process", num_envs=16, num_workers=8, execute=10),
+    evaluation=EvalConfig(interval=5, episodes=50),
+    policy_optimizer=AdamW(weight_decay=1e-4),
+    policy_schedule=CosineSchedule(warmup_steps=10, peak_lr=1e-5, decay_lr=1e-6, decay_steps=2000),
+    checkpoint=CheckpointConfig(save_interval=1, keep_period=None, keep_best=KeepBest()),
+    batch_size=128,
+    num_train_steps=30,
+    log_interval=1,
+)
+
 _LORA = replace(get_preset("pi0_lora"), horizon=20)
 
 RECIPES = (
@@ -70,5 +95,6 @@ RECIPES = (
         batch_size=16,
     ),
     _BC,
+    _RIPT,
     replace(_BC, name="bc_aloha_fold_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
 )

@@ -10,11 +10,13 @@ that starts from nothing and a few steps, to see that everything is in its place
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
+from pirl.envs.config import LiberoConfig
 from pirl.models.config import GemmaConfig, MLPFlowConfig, Pi0Config, get_preset
 from pirl.models.critic_config import CriticConfig, get_critic_preset
+from pirl.rollout.config import EvalConfig
 from pirl.training.config import CheckpointConfig, ConstantSchedule, MeshConfig
 
 _ACRLPD = RLTrainConfig(
@@ -41,6 +43,8 @@ def shrink(config: RLTrainConfig) -> RLTrainConfig:
     agent = replace(config.agent, accumulate=min(config.agent.accumulate, 2))
     if isinstance(agent, ACRLPDConfig):
         agent = replace(agent, actor_warmup_steps=min(agent.actor_warmup_steps, 2))
+    if isinstance(agent, RIPTConfig):
+        agent = replace(agent, group_size=2, groups_per_iteration=2, max_attempts=1.0, bc_weight=0.0)
     tokenizer = config.data.tokenizer if config.data.tokenizer == "none" else "byte"
     return replace(
         config,
@@ -49,12 +53,37 @@ def shrink(config: RLTrainConfig) -> RLTrainConfig:
         critic=_shrink_critic(config.critic),
         init_weights=None,
         data=replace(config.data, tokenizer=tokenizer),
+        rollout=replace(config.rollout, num_envs=4, num_workers=min(config.rollout.num_workers, 2)),
+        online=config.online and replace(config.online, start_step=min(config.online.start_step, 2), episodes=2),
+        evaluation=config.evaluation and replace(config.evaluation, interval=5, episodes=4),
         mesh=MeshConfig(),
         checkpoint=replace(config.checkpoint, save_interval=5, keep_period=None),
         batch_size=8,
-        num_train_steps=10,
+        num_train_steps=2 if isinstance(agent, RIPTConfig) else 10,
         log_interval=1,
     )
+
+
+def vary(config: RLTrainConfig, variant: str) -> RLTrainConfig:
+    """`quick`: the real model for a few steps, to see speed and memory. `full`: as it stands. `benchmark`: evaluated
+    as benchmarks are, 50 episodes of each task's test states, before and after.
+    """
+    if variant == "quick":
+        agent = config.agent
+        if isinstance(agent, RIPTConfig):
+            agent = replace(agent, groups_per_iteration=min(agent.groups_per_iteration, 4), max_attempts=1.0)
+        return replace(
+            config,
+            agent=agent,
+            evaluation=config.evaluation and replace(config.evaluation, episodes=min(config.evaluation.episodes, 10)),
+            num_train_steps=min(config.num_train_steps, 2 if isinstance(agent, RIPTConfig) else 20),
+            log_interval=1,
+        )
+    if variant == "benchmark" and config.env is not None:
+        tasks = len(config.env.task_ids or range(10)) if isinstance(config.env, LiberoConfig) else 1
+        evaluation = EvalConfig(interval=config.num_train_steps, episodes=50 * tasks, split="test")
+        return replace(config, evaluation=evaluation)
+    return config
 
 
 def _shrink_model(model: Pi0Config | MLPFlowConfig) -> Pi0Config | MLPFlowConfig:

@@ -1,6 +1,7 @@
 """Flags over a configuration: every setting by its dotted path, and a few short names. Imports tyro.
 
-The order is: the recipe, `--debug`, the short names, `--X.type`, then dotted flags. What is said more precisely wins.
+The order is: the recipe, `--debug`, `--variant`, the other short names, `--X.type`, then dotted flags. What is said
+more precisely wins.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import tyro
 
 from pirl.config import RLTrainConfig
 from pirl.config_io import TAG, from_dict
-from pirl.recipes.debug import shrink
+from pirl.recipes.debug import shrink, vary
 from pirl.training.config import ConstantSchedule, CosineSchedule, Schedule
 
 DESCRIPTION = """\
@@ -51,6 +52,9 @@ def _short_names(prog: str) -> argparse.ArgumentParser:
     add("--save-interval", type=int, metavar="N", help="checkpoint.save_interval")
     add("--data-path", nargs="+", metavar="DATASET", help="data.repo_ids, in equal shares: folders or hub names")
     add("--no-wandb", action="store_true", help="take wandb out of the sinks")
+    add(
+        "--variant", choices=("quick", "full", "benchmark"), help="few steps; as it stands; evaluated as benchmarks are"
+    )
     add("--debug", action="store_true", help="the same run with a tiny model and ten steps, to see that all is there")
     return parser
 
@@ -64,6 +68,8 @@ def _described(parser: argparse.ArgumentParser) -> Iterator[str]:
 def _apply_short_names(config: RLTrainConfig, given: argparse.Namespace) -> RLTrainConfig:
     if given.debug:
         config = shrink(config)
+    if given.variant is not None:
+        config = vary(config, given.variant)
     changes: dict[str, Any] = {}
     if given.max_steps is not None:
         changes["num_train_steps"] = given.max_steps

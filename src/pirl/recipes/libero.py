@@ -3,6 +3,7 @@
     pirl train acrlpd_libero --exp-name q1 --data-path physical-intelligence/libero my/rollouts --mesh.fsdp 8
     pirl train acrlpd_libero_lora --exp-name q1 --data-path physical-intelligence/libero my/rollouts
     pirl train bc_libero --exp-name warm --mesh.fsdp 8
+    pirl train ript_libero_goal --exp-name r1 --init-weights checkpoints/bc_libero/warm/30000 --env.assets LIBERO_ASSETS
 
 π₀.₅, because its released LIBERO checkpoint is the strongest one to improve on: chunks of 10 actions, no state in the
 prompt, as it was trained. The critic reads the state, and scores the 5 actions that OpenPI's client executes before it
@@ -15,6 +16,11 @@ assets/physical-intelligence/libero here.
 
 Behaviour cloning is OpenPI's pi05_libero, setting by setting.
 
+RIPT (`ript_libero_goal`) needs no critic and no dataset: groups of 8 rollouts from the same initial state in the
+simulator, the action expert alone trains. A released checkpoint solves most of libero_goal: start from a weaker one
+(few demonstrations), or every group is rejected because all its rollouts succeed. `--variant quick` makes two small
+iterations, `--variant benchmark` evaluates 50 episodes of every task before and after.
+
 Hardware, as `pirl plan` computes it, not measured: acrlpd_libero 12.3 GiB and bc_libero 15.9 GiB on each of 8 devices
 with --mesh.fsdp 8; acrlpd_libero_lora 17.1 GiB, so one card of 24 GB.
 Results: not run at full size yet. OpenPI reports 96.85 % on average for pi05_libero at 30,000 steps.
@@ -22,11 +28,13 @@ Results: not run at full size yet. OpenPI reports 96.85 % on average for pi05_li
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
+from pirl.envs.config import LiberoConfig
 from pirl.models.config import get_preset
-from pirl.training.config import AdamW, CosineSchedule
+from pirl.rollout.config import CurriculumConfig, EvalConfig, RolloutConfig
+from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule, KeepBest
 
 _STEPS = 30_000
 
@@ -59,6 +67,25 @@ _BC = RLTrainConfig(
     num_train_steps=_STEPS,
 )
 
+_RIPT = replace(
+    _BC,
+    name="ript_libero_goal",
+    agent=RIPTConfig(group_size=8, groups_per_iteration=16, max_attempts=3.0, epochs=2, flow_draws=4, accumulate=4),
+    init_weights="gs://openpi-assets/checkpoints/pi05_libero",
+    freeze="vlm_frozen",
+    data=replace(_DATA, repo_ids=(), asset_id="physical-intelligence/libero"),
+    env=LiberoConfig(suite="libero_goal"),
+    rollout=RolloutConfig(backend="process", num_envs=16, num_workers=8, execute=5),
+    curriculum=CurriculumConfig(contexts=500),
+    evaluation=EvalConfig(interval=5, episodes=100),
+    policy_optimizer=AdamW(weight_decay=1e-4),
+    policy_schedule=CosineSchedule(warmup_steps=10, peak_lr=1e-5, decay_lr=1e-6, decay_steps=2000),
+    checkpoint=CheckpointConfig(save_interval=1, keep_period=None, keep_best=KeepBest()),
+    batch_size=128,
+    num_train_steps=30,
+    log_interval=1,
+)
+
 _LORA = replace(get_preset("pi05_lora"), horizon=10, discrete_state_input=False)
 
 RECIPES = (
@@ -71,5 +98,6 @@ RECIPES = (
         batch_size=16,
     ),
     _BC,
+    _RIPT,
     replace(_BC, name="bc_libero_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
 )

@@ -5,6 +5,7 @@
     pirl train bc_tabletop --exp-name first
     pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/1200
     pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/800
+    pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/1200
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -15,12 +16,12 @@ from dataclasses import replace
 from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
-from pirl.envs.config import RolloutConfig, TabletopConfig
+from pirl.envs.config import TabletopConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
-from pirl.rollout.config import EvalConfig
-from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule
+from pirl.rollout.config import EvalConfig, OnlineConfig, RolloutConfig
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
 
 _BC = RLTrainConfig(
     name="bc_tabletop",
@@ -41,7 +42,7 @@ _BC = RLTrainConfig(
     policy_optimizer=AdamW(weight_decay=1e-4),
     policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1.5e-3, decay_steps=1200, decay_lr=3e-5),
     checkpoint=CheckpointConfig(save_interval=400, keep_period=None),
-    batch_size=128,
+    batch_size=64,
     num_train_steps=1200,
     log_interval=50,
 )
@@ -51,19 +52,28 @@ _ACRLPD = replace(
     name="acrlpd_tabletop",
     agent=ACRLPDConfig(
         discount=0.9,
-        num_action_samples=8,
+        num_action_samples=4,
         flow_steps=4,
         flow_draws=2,
         target_ess=0.3,
         bc_loss_weight=0.0,
         target_update_rate=0.02,
-        actor_warmup_steps=400,
+        actor_warmup_steps=300,
         augment=False,
         policy_ema_decay=0.98,
     ),
     freeze="vlm_frozen",
     policy_schedule=CosineSchedule(warmup_steps=20, peak_lr=7e-4, decay_steps=800, decay_lr=7e-5),
+    critic_schedule=ConstantSchedule(lr=1e-3),
     num_train_steps=800,
+)
+
+_ONLINE = replace(
+    _ACRLPD,
+    name="acrlpd_tabletop_online",
+    online=OnlineConfig(start_step=600, episodes=128, updates_per_step=0.05),
+    rollout=RolloutConfig(num_envs=128, flow_steps=5),
+    num_train_steps=1000,
 )
 
 _RIPT = replace(
@@ -80,4 +90,4 @@ _RIPT = replace(
     log_interval=1,
 )
 
-RECIPES = (_BC, _ACRLPD, _RIPT)
+RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT)

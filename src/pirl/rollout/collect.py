@@ -53,20 +53,14 @@ class CollectStats:
     lost: list[tuple[Job, str]] = field(default_factory=list)
     """Episodes given up, and why."""
 
-    def add(self, other: "CollectStats") -> None:
-        """Count another collection as part of this one."""
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
     def metrics(self, batch_size: int) -> dict[str, float]:
-        """For the log."""
+        """For the log: what depends on the machine, and on whether anything had to be repeated."""
         total = max(self.total_seconds, 1e-9)
         return {
-            "rollout/steps_per_second": self.env_steps / total,
-            "rollout/env_share": self.env_seconds / total,
-            "rollout/policy_share": self.policy_seconds / total,
-            "rollout/occupancy": self.rows_used / max(self.policy_calls * batch_size, 1),
-            "rollout/lost_episodes": float(len(self.lost)),
+            "time/env_steps_per_second": self.env_steps / total,
+            "time/env_share": self.env_seconds / total,
+            "time/policy_share": self.policy_seconds / total,
+            "time/occupancy": self.rows_used / max(self.policy_calls * batch_size, 1),
         }
 
 
@@ -83,23 +77,27 @@ def collect(
     """The jobs' episodes, as they end. With `every_picture` each step has pictures, else those the policy looked at.
 
     An episode that is lost is repeated, `retries` times at most; then a warning says so, and it is missing. Where
-    every episode is lost the environment is broken: EnvError.
+    every episode is lost the environment is broken: EnvError. `stats` are added to; those of an earlier part of the
+    same collection tell that the environment did work.
     """
     stats = CollectStats() if stats is None else stats
     waiting, tries = deque(jobs), dict[int, int]()
     running: dict[int, _Running] = {}
-    began = time.perf_counter()
+    enough = min(pool.size, len(waiting))
+    clock = time.perf_counter()
 
     def lose(job: Job, reason: str) -> None:
         tries[job.number] = tries.get(job.number, 0) + 1
+        message = f"episode {job.number} ({job.context.task!r}, initial state {job.context.init}) was lost: {reason}"
         if tries[job.number] <= retries:
             waiting.append(job)
-            return
-        stats.lost.append((job, reason))
-        message = f"episode {job.number} ({job.context.task!r}, initial state {job.context.init}) was lost: {reason}"
-        if stats.episodes == 0 and len(stats.lost) >= pool.size:
-            raise EnvError(message, hint="no episode could be finished: try the environment with pirl.envs.check")
-        warnings.warn(f"{message}; tried {tries[job.number]} times, going on without it", PirlWarning, stacklevel=2)
+            outlook = "it is repeated"
+        else:
+            stats.lost.append((job, reason))
+            outlook = f"tried {tries[job.number]} times, going on without it"
+            if stats.episodes == 0 and len(stats.lost) >= enough:
+                raise EnvError(message, hint="no episode could be finished: try the environment with pirl.envs.check")
+        warnings.warn(f"{message}; {outlook}", PirlWarning, stacklevel=2)
 
     while waiting or running:
         if stop():
@@ -125,17 +123,20 @@ def collect(
         stats.policy_calls += bool(plans)
         stats.rows_used += len(plans)
         finished: list[Rollout] = []
+        lost: list[tuple[Job, str]] = []
         for slot, answer in answers.items():
-            episode = running[slot]
             if isinstance(answer, Lost):
-                lose(running.pop(slot).job, answer.reason)
+                lost.append((running.pop(slot).job, answer.reason))
                 continue
-            episode.add(plans[slot], answer)
+            running[slot].add(plans[slot], answer)
             if answer.terminated or answer.truncated:
                 finished.append(running.pop(slot).finish(answer))
                 stats.episodes += 1
                 stats.env_steps += len(finished[-1].episode)
-        stats.total_seconds = time.perf_counter() - began
+        for job, reason in lost:  # now that all those are counted that were not
+            lose(job, reason)
+        stats.total_seconds += (now := time.perf_counter()) - clock
+        clock = now
         yield from finished
 
 

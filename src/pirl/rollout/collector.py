@@ -1,27 +1,31 @@
 """The episodes of one round, collected so that an interruption loses none that was finished."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from pirl.errors import DataError, EnvError
 from pirl.records import Rollout
 from pirl.rollout.collect import CollectStats, Job, collect
 from pirl.rollout.files import delete_rollouts, load_rollouts, save_rollouts
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
+from pirl.rollout.record import RolloutRecorder, num_recorded
 
 Stop = Callable[[], bool]
 """Has anybody asked to stop?"""
 Say = Callable[[str], None]
 """Shows a few words about what is going on."""
-Keep = Callable[[Rollout], None]
-"""Takes every finished episode, to write a dataset of them, for example."""
 
 
 class Collector:
-    """Collects the episodes of one round, surviving interruption: `state` holds what is finished of it."""
+    """Collects the episodes of one round, surviving interruption: `state` holds what is finished of it.
+
+    With a `recorder` the episodes of every round that is over also go into a dataset, each of them once: those that a
+    run has recorded after the checkpoint it is resumed from will be collected again, just as they were.
+    """
 
     def __init__(
         self,
@@ -32,19 +36,21 @@ class Collector:
         directory: Path,
         retries: int = 2,
         every_picture: bool = False,
-        keep: Keep | None = None,
+        recorder: RolloutRecorder | None = None,
     ) -> None:
         self.pool, self.policy = pool, policy
         self._key, self._directory, self._retries = key, directory, retries
-        self._every_picture, self._keep = every_picture or keep is not None, keep
+        self._every_picture, self._recorder = every_picture or recorder is not None, recorder
+        self._recorded = 0 if recorder is None else num_recorded(recorder.root)
+        self._ahead = 0
+        """Episodes to come that are in the dataset already."""
         self._finished: dict[int, Rollout] = {}
         self._lost: set[int] = set()
-        self.stats = CollectStats()
+        self._stats = CollectStats()
 
     def collect(self, jobs: list[Job], weights: Any, stop: Stop, say: Say) -> dict[int, Rollout]:
         """The jobs' episodes by number; those that were lost are missing."""
         missing = [job for job in jobs if job.number not in self._finished and job.number not in self._lost]
-        stats = CollectStats()
         self.policy.use(weights, self._key)
         try:
             for rollout in collect(
@@ -54,32 +60,55 @@ class Collector:
                 every_picture=self._every_picture,
                 retries=self._retries,
                 stop=stop,
-                stats=stats,
+                stats=self._stats,
             ):
                 self._finished[rollout.number] = rollout
                 say(f"collecting {len(self._finished)}/{len(jobs)}")
+        except EnvError:
+            self._stats.lost.clear()  # once the environment is repaired, all is tried again
+            raise
         finally:
             self.policy.use(None, self._key)
-            self._lost |= {job.number for job, _ in stats.lost}
-            self.stats.add(stats)
+            self._lost |= {job.number for job, _ in self._stats.lost}
         return {job.number: self._finished[job.number] for job in jobs if job.number in self._finished}
 
     def close_round(self) -> dict[str, float]:
-        """The round is over: its episodes are handed on and forgotten. Returns what they cost."""
-        if self._keep is not None:
-            for number in sorted(self._finished):
-                self._keep(self._finished[number])
-        metrics = self.stats.metrics(self.policy.batch_size)
-        self._finished, self._lost, self.stats = {}, set(), CollectStats()
+        """The round is over: its episodes are recorded and forgotten. Returns what they cost."""
+        for number in sorted(self._finished) if self._recorder is not None else ():
+            self._record(self._finished[number])
+        metrics = self._stats.metrics(self.policy.batch_size) | {"rollout/lost_episodes": float(len(self._lost))}
+        self._finished, self._lost, self._stats = {}, set(), CollectStats()
         return metrics
+
+    def _record(self, rollout: Rollout) -> None:
+        assert self._recorder is not None
+        if self._ahead:
+            self._ahead -= 1
+        else:
+            self._recorder.add(rollout)
+        self._recorded += 1
 
     def state(self) -> dict[str, Any]:
         """What is finished of a round that is not over; the episodes are written to the run's folder."""
         names = save_rollouts(self._directory, [self._finished[number] for number in sorted(self._finished)])
-        return {"rollouts": names, "lost": sorted(self._lost)}
+        if self._recorder is not None:
+            self._recorder.save()  # no checkpoint counts an episode that the dataset could still lose
+        return {"rollouts": names, "lost": sorted(self._lost), "recorded": self._recorded}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with these episodes; files of other histories are removed."""
-        self._finished = {r.number: r for r in load_rollouts(self._directory, state["rollouts"])}
+        """Go on with these episodes."""
+        self._finished = {rollout.number: rollout for rollout in load_rollouts(self._directory, state["rollouts"])}
         self._lost = set(state["lost"])
-        delete_rollouts(self._directory, keep=state["rollouts"])
+        self._stats = CollectStats(episodes=len(self._finished))
+        if self._recorder is not None:
+            held, self._recorded = num_recorded(self._recorder.root), int(state["recorded"])
+            self._ahead = held - self._recorded
+            if self._ahead < 0:
+                raise DataError(
+                    f"{self._recorder.root} holds {held} episodes; at the checkpoint there were {self._recorded}",
+                    hint="restore the dataset, or resume without recording (--rollout.record None)",
+                )
+
+    def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Remove the files of episodes that none of these states names."""
+        delete_rollouts(self._directory, keep=[name for state in states for name in state["rollouts"]])

@@ -7,6 +7,45 @@ from pirl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How episodes are collected."""
+
+    backend: Literal["local", "process", "ray"] = "local"
+    """Where environments run: in this process, in processes of this machine, or on a Ray cluster."""
+    num_envs: int = 16
+    """Environments stepped together: the batch the policy sees."""
+    num_workers: int = 2
+    """Processes or Ray actors they are spread over."""
+    worker_timeout: float = 120.0
+    """Seconds a worker may take for one chunk before it counts as hanging and is restarted."""
+    retries: int = 2
+    """How often an episode is repeated that was lost with its worker, before it is given up."""
+    execute: int | None = None
+    """Steps of each chunk that are executed before the policy looks again; None: `data.critic_horizon`."""
+    best_of: int = 1
+    """Candidates of which the critic picks one; 1 is plain sampling."""
+    flow_steps: int = 10
+    """Euler steps per chunk."""
+    record: str | None = None
+    """Also write every episode that is collected to this LeRobot dataset: a folder, or a name in LeRobot's home."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_envs", "num_workers", "best_of", "flow_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name} is {getattr(self, name)}", hint="it is at least 1")
+        if self.backend != "local" and self.num_envs < self.num_workers:
+            raise ConfigError(
+                f"rollout: {self.num_envs} environments for {self.num_workers} workers",
+                hint="give every worker at least one",
+            )
+        if not self.worker_timeout > 0 or self.retries < 0 or (self.execute is not None and self.execute < 1):
+            raise ConfigError(
+                f"rollout: worker_timeout {self.worker_timeout}, retries {self.retries}, execute {self.execute}",
+                hint="a positive time, no negative number of retries, at least one executed step",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
     """How contexts are drawn for training."""
 

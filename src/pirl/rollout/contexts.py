@@ -30,6 +30,17 @@ def random_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list
     return [Context(info.tasks[task], init) for task, init in zip(tasks, inits, strict=True)]
 
 
+def distinct_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list[Context]:
+    """Contexts to train on, no two alike; all there are where that is fewer."""
+    if info.num_inits is None:
+        found: dict[Context, None] = {}
+        while len(found) < count:
+            found |= dict.fromkeys(random_contexts(info, count - len(found), rng))
+        return list(found)
+    every = [Context(task, init) for task in info.tasks for init in range(info.num_inits)]
+    return [every[i] for i in rng.permutation(len(every))[:count].tolist()]
+
+
 def _init(info: EnvInfo, index: int, split: Split) -> int:
     if info.num_inits is None:
         return _FIRST[split] + index

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from pirl.errors import ConfigError
 from pirl.records import Array, Context
 from pirl.rollout.config import CurriculumConfig
-from pirl.rollout.contexts import random_contexts
+from pirl.rollout.contexts import distinct_contexts, random_contexts
 from pirl.rollout.pool import EnvInfo
 
 
@@ -28,7 +28,7 @@ class Curriculum:
         self._arms: list[Context] = (
             [Context(task, -1) for task in info.tasks]  # one arm per task: -1 stands for a fresh initial state
             if config.contexts is None
-            else list(dict.fromkeys(random_contexts(info, config.contexts, rng)))
+            else distinct_contexts(info, config.contexts, rng)
         )
         self._counts = np.zeros((len(self._arms), 2))
 

@@ -40,7 +40,7 @@ def load_rollouts(directory: Path, names: Iterable[str]) -> list[Rollout]:
 def delete_rollouts(directory: Path, keep: Iterable[str] = ()) -> None:
     """Remove all episodes but those named."""
     kept = set(keep)
-    for path in directory.glob("*.npz"):
+    for path in (*directory.glob("*.npz"), *directory.glob(".*.tmp")):  # the latter of a process that was killed
         if path.name not in kept:
             path.unlink(missing_ok=True)
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> Rollout:
                 name.removeprefix("frames."): value for name, value in arrays.items() if name.startswith("frames.")
             },
         )
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path} cannot be read as an episode: {error}",
             hint="restore the run's folder of rollouts, or go on from an earlier checkpoint",

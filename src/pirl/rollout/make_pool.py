@@ -1,6 +1,7 @@
 """From a configuration to a pool of environments."""
 
-from pirl.envs.config import EnvConfig, RolloutConfig
+from pirl.envs.config import EnvConfig
+from pirl.rollout.config import RolloutConfig
 from pirl.rollout.pool import EnvPool, LocalPool
 from pirl.rollout.ray import RayPool
 from pirl.rollout.workers import ProcessPool

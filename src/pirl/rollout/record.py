@@ -33,6 +33,7 @@ from pirl.names import (
     NEXT_TRUNCATED,
 )
 from pirl.records import Array, Context, Rollout
+from pirl.rollout.contexts import Split, fixed_contexts
 from pirl.rollout.pool import EnvInfo
 
 SMALLEST_VIDEO = 64
@@ -164,6 +165,15 @@ def _feature(column: Array) -> dict[str, Any]:
         return {"dtype": column.dtype.name, "shape": shape or [1], "names": None}
     small = min(shape[:2]) < SMALLEST_VIDEO or shape[0] % 2 or shape[1] % 2
     return {"dtype": "image" if small else "video", "shape": shape, "names": ["height", "width", "channels"]}
+
+
+def recording_contexts(info: EnvInfo, count: int, split: Split, *, first: int = 0) -> list[Context]:
+    """Where episodes `first`, `first` + 1, ... of a recording start: tasks in turn and, while there are, new states."""
+    fixed = fixed_contexts(info, first + count, split)
+    if info.num_inits is None:  # an evaluation starts all tasks alike; data may as well see more
+        inits = [context.init for context in fixed_contexts(info, first + count, split, tasks=info.tasks[:1])]
+        fixed = [Context(context.task, init) for context, init in zip(fixed, inits, strict=True)]
+    return fixed[first:]
 
 
 def expert_rollouts(env: EnvConfig, contexts: Sequence[Context], *, dials: Any, seed: int) -> Iterator[Rollout]:

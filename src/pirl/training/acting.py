@@ -20,6 +20,7 @@ from etils import epath
 
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
+from pirl.agents.ript import RIPT
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.data.transforms import Transform
@@ -196,7 +197,8 @@ def _needed(agent: Agent, config: RLTrainConfig) -> set[str]:
     """The groups beside the policy whose weights take part in acting."""
     if isinstance(agent, ACRLPD):
         return {"critic"} if config.rollout.best_of > 1 or agent.config.actor == "best_of_n" else set()
-    return {"condition"}
+    # Guidance mixes two branches, and the served weights are one of them: the condition is part of their bias.
+    return {"policy", "condition"} if isinstance(agent, RIPT) and agent.config.guidance != 1 else set()
 
 
 def _other_weights(folder: Path, shapes: TrainState, needed: set[str]) -> dict[str, Params]:

@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from pirl.config import RLTrainConfig
 from pirl.data import create
 from pirl.data.create import create_acrlpd_data_loader, create_transform
 from pirl.data.loader import ACRLPDDataLoader
+from pirl.data.normalize import NormStats, load_norm_stats
 from pirl.data.replay import ReplayBuffer
 from pirl.data.transforms import Transform
 from pirl.errors import ConfigError
@@ -31,11 +33,14 @@ from pirl.models.params import Params
 from pirl.models.pi0 import Pi0
 from pirl.models.policy import FlowPolicy
 from pirl.models.weights import check_finite, load
+from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
+from pirl.paths import lerobot_home
 from pirl.rollout.collector import Collector
 from pirl.rollout.curriculum import Curriculum
 from pirl.rollout.make_pool import make_pool
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
+from pirl.rollout.record import RolloutRecorder
 from pirl.training.evaluator import Evaluator
 from pirl.training.optim import make_optimizer, make_schedule
 from pirl.training.sharding import data_sharding, sharded_shapes
@@ -117,6 +122,7 @@ def build_transform(config: RLTrainConfig) -> Transform:
     size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
     return create_transform(
         config.data,
+        norm_stats=_stats_of_weights(config),
         horizon=config.horizon,
         action_dim=config.model.action_dim,
         state_dim=config.state_dim,
@@ -127,13 +133,24 @@ def build_transform(config: RLTrainConfig) -> Transform:
     )
 
 
+def _stats_of_weights(config: RLTrainConfig) -> dict[str, NormStats] | None:
+    """The statistics beside the weights a run starts from, which speak their language, unless `assets_dir` has some."""
+    own = Path(config.data.assets_dir).expanduser() / asset_id(config) / NORM_STATS_FILE
+    if config.init_weights is None or "://" in config.init_weights or own.is_file():
+        return None
+    found = sorted((Path(config.init_weights).expanduser() / ASSETS_ITEM).rglob(NORM_STATS_FILE))
+    named = [file for file in found if file.parent.as_posix().endswith(asset_id(config))]
+    chosen = named if named else found
+    return load_norm_stats(chosen[0].parent) if len(chosen) == 1 else None
+
+
 @contextmanager
 def build_acting(
     config: RLTrainConfig, agent: Agent, transform: Transform, mesh: Any
 ) -> Iterator[tuple[Stream, Evaluator | None]]:
     """Where batches come from, and the evaluation: with the datasets, environments and replay buffer they need."""
     with ExitStack() as parts:
-        loader = replay = pool = None
+        loader = replay = pool = recorder = None
         if config.env is not None and (config.acts or config.evaluation):
             pool = parts.enter_context(build_pool(config))
         if config.online is not None:
@@ -141,10 +158,21 @@ def build_acting(
             replay = ReplayBuffer(cameras=config.cameras, **limits)
         if not isinstance(config.agent, RIPTConfig) or config.agent.bc_weight > 0:
             loader = parts.enter_context(build_loader(config, transform, mesh, replay))
+        if config.acts and pool is not None and config.rollout.record is not None:
+            folder = dataset_folder(config.rollout.record)
+            recorder = parts.enter_context(
+                RolloutRecorder(folder, info=pool.info, robot=config.robot, existing="append")
+            )
         yield (
-            build_stream(config, agent, transform, mesh, loader, replay, pool),
+            build_stream(config, agent, transform, mesh, loader, replay, pool, recorder),
             build_evaluator(config, agent, transform, pool),
         )
+
+
+def dataset_folder(name: str) -> Path:
+    """Where a dataset of this name is written, and found again: a path says so itself, others are in LeRobot's home."""
+    path = Path(name).expanduser()
+    return path if path.is_absolute() or name.startswith(".") else lerobot_home() / path
 
 
 def build_pool(config: RLTrainConfig) -> EnvPool:
@@ -199,6 +227,7 @@ def build_stream(
     loader: ACRLPDDataLoader | None,
     replay: ReplayBuffer | None,
     pool: EnvPool | None,
+    recorder: RolloutRecorder | None = None,
 ) -> Stream:
     """Batches of the kind the algorithm learns from."""
     if pool is None or not config.acts:
@@ -211,7 +240,8 @@ def build_stream(
         key=_key(config, "collect"),
         directory=config.run_dir / "rollouts",
         retries=config.rollout.retries,
-        every_picture=replay is not None,
+        every_picture=replay is not None and bool(config.cameras),
+        recorder=recorder,
     )
     if isinstance(config.agent, RIPTConfig):
         return GroupStream(

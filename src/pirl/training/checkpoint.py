@@ -2,7 +2,8 @@
 
 <run>/<step>/params        the weights to act with (averaged where there is an average), as OpenPI reads them
 <run>/<step>/assets        norm_stats.json for each robot
-<run>/<step>/train_state   everything else that is needed to go on bit by bit; the weights above are not repeated
+<run>/<step>/train_state   everything else that is needed to go on bit by bit; the weights above are repeated only where
+                           what acts is not what learns (a condition that became part of a bias)
 <run>/<step>/extra         metadata.json (configuration, versions, metrics) and extra.json (data position, seed, ...)
 
 Orbax writes a step into a temporary folder and renames it. Old steps are renamed before they are deleted. So whatever
@@ -121,11 +122,13 @@ class Checkpoints:
         *,
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Any] | None = None,
     ) -> bool:
         """Start to write a checkpoint; returns once the arrays are copied, so the state may be donated at once.
 
         The one before is finished first, and its errors are raised here. `extra` is any tree of JSON values (that of
-        process 0 is kept). A step this run has saved or restored is not written again: False.
+        process 0 is kept). `weights` are those to act with, where the state holds a condition beside its policy. A step
+        this run has saved or restored is not written again: False, see `amend`.
         """
         if self._read_only:
             raise CheckpointError(f"{self.directory} was opened for reading", hint="open it without read_only to save")
@@ -140,12 +143,18 @@ class Checkpoints:
                 f"{folder} exists already and is not of this run's making",
                 hint="the run went on from an earlier step: move the later steps away, or choose another exp_name",
             )
-        weights, rest = split_state(jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state))
+        served, rest = split_state(jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state))
+        if keeps_policy(state):
+            if weights is None:
+                raise CheckpointError(
+                    "a state with a condition, and no weights that follow it", hint="save(..., weights=...)"
+                )
+            served = dict(weights)
         metadata = {**self._run, "step": step, "metrics": finite_metrics(metrics or {})}
         texts = {METADATA_FILE: json_text(metadata), EXTRA_FILE: json_text(as_json(dict(extra or {})))}
         items = {
             PARAMS_ITEM: ocp.args.PyTreeSave(
-                {PARAMS_ITEM: nest({f"{path}/value": leaf for path, leaf in flatten(weights).items()})}
+                {PARAMS_ITEM: nest({f"{path}/value": leaf for path, leaf in flatten(served).items()})}
             ),
             TRAIN_STATE_ITEM: ocp.args.PyTreeSave(rest),
             ASSETS_ITEM: FilesSave(self._write_assets),
@@ -161,6 +170,13 @@ class Checkpoints:
         if not self.config.async_save:
             self.wait()
         return True
+
+    def amend(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Another `extra` for a step that is there, for what went on since without a change of the state."""
+        self.wait()
+        file = self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE
+        with io_errors(f"{file} cannot be written"):
+            write_text(file, json_text(as_json(dict(extra))))
 
     def wait(self) -> None:
         """Until what was begun is on disk. Raises what went wrong there."""
@@ -197,15 +213,21 @@ class Checkpoints:
         if reason := _damage(folder):  # before gigabytes are read
             raise self._damaged(step, reason)
         like_weights, like_rest = split_state(reference)
-        check_types(openpi_leaves(folder / PARAMS_ITEM)[0], flatten(like_weights), folder)
-        weights = load_openpi(folder, like_weights, allow_missing="(?!)")
         rest = restore_tree(folder / TRAIN_STATE_ITEM, like_rest)
+        weights: dict[str, Any] = {}
+        if not keeps_policy(reference):
+            check_types(openpi_leaves(folder / PARAMS_ITEM)[0], flatten(like_weights), folder)
+            weights = load_openpi(folder, like_weights, allow_missing="(?!)")
         self._known.add(step)
         return join_state(weights, rest, averaged="policy" in reference.ema)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
         """What was passed to `save` as `extra`."""
         return read_json(self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE)
+
+    def extras(self) -> Iterator[dict[str, Any]]:
+        """That of every complete step."""
+        return (self.extra(step) for step in self.all_steps())
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Configuration, versions and metrics of a checkpoint; empty for one that OpenPI wrote."""
@@ -299,15 +321,21 @@ def steps_to_keep(steps: list[int], scores: Mapping[int, float], config: Checkpo
     return keep
 
 
+def keeps_policy(state: TrainState) -> bool:
+    """Is the policy stored beside the weights to act with? They cannot be told from a condition that was added."""
+    return "condition" in state.params
+
+
 def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(weights to act with, everything else), with nothing in both.
+    """(weights to act with, everything else), with nothing in both unless `keeps_policy`.
 
     As in OpenPI, `params` of the rest holds the raw weights where the weights to act with are an average, else nothing.
     """
     averaged = "policy" in state.ema
-    groups, ema = dict(state.params), dict(state.ema)
-    raw = groups.pop("policy")
-    weights = ema.pop("policy") if averaged else raw
+    groups, ema, raw = dict(state.params), dict(state.ema), {}
+    if not keeps_policy(state):
+        raw = groups.pop("policy")
+        ema.pop("policy", None)
     rest = {
         "step": state.step,
         "params": raw if averaged else {},
@@ -317,18 +345,17 @@ def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         "opt": state.opt,
         "scalars": state.scalars,
     }
-    return weights, rest
+    return state.policy, rest
 
 
 def join_state(weights: dict[str, Any], rest: Mapping[str, Any], *, averaged: bool) -> TrainState:
     """The inverse of `split_state`."""
+    params, ema = dict(rest["groups"]), dict(rest["ema"])
+    if "policy" not in params:
+        params = {"policy": rest["params"] if averaged else weights, **params}
+        ema = {"policy": weights, **ema} if averaged else ema
     return TrainState(
-        step=rest["step"],
-        params={"policy": rest["params"] if averaged else weights, **rest["groups"]},
-        target=rest["target"],
-        ema={"policy": weights, **rest["ema"]} if averaged else rest["ema"],
-        opt=rest["opt"],
-        scalars=rest["scalars"],
+        step=rest["step"], params=params, target=rest["target"], ema=ema, opt=rest["opt"], scalars=rest["scalars"]
     )
 
 

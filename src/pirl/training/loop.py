@@ -8,8 +8,11 @@ import jax
 from rich.console import Console
 
 from pirl.agents.agent import Agent, TrainState
+from pirl.agents.ript import RIPT
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
+from pirl.errors import EnvError
+from pirl.models.params import Params
 from pirl.models.placement import batch_on
 from pirl.rollout.collect import CollectionStoppedError
 from pirl.training import distributed
@@ -31,7 +34,7 @@ from pirl.training.streams import Stream
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop"),
-    *("debug_nans", "log_memory"),
+    *("debug_nans", "log_memory", "rollout.backend", "rollout.num_workers", "rollout.worker_timeout"),
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
 
@@ -65,11 +68,12 @@ def train(config: RLTrainConfig, *, resume: bool = False, overwrite: bool = Fals
                 stream.restore(extra["stream"])
             else:
                 state, extra = initial_state(config, agent, mesh, shapes, init_key), {}
-            return run(config, update, state, stream, checkpoints, train_key, extra, evaluator)
+            return run(config, agent, update, state, stream, checkpoints, train_key, extra, evaluator)
 
 
 def run(
     config: RLTrainConfig,
+    agent: Agent,
     update: Update,
     state: TrainState,
     stream: Stream,
@@ -96,7 +100,9 @@ def run(
             check_finite(pending, step=step)
             check_state(state, step=step)
             position = {"step": step, "stream": stream.state(), "pending": pending, "patience": patience.state()}
-            checkpoints.save(step, state, extra=position, metrics=values)
+            if not checkpoints.save(step, state, extra=position, metrics=values, weights=served_weights(agent, state)):
+                checkpoints.amend(step, position)  # the same weights, and more that was collected with them
+            stream.prune(kept["stream"] for kept in (position, *checkpoints.extras()))
 
         if evaluator is not None and not extra:
             log.write(0, evaluator(state, progress.say))
@@ -114,14 +120,21 @@ def run(
                 stopped, ending = True, f"interrupted while collecting for step {step}; --resume goes on from there"
                 save(step - 1, None)
                 break
+            except EnvError:  # nor here: the environments are broken, not what was learned in them
+                save(step - 1, None)
+                raise
             values = log.log(step, stream.metrics(), updates=updates)
             if values is not None:
                 check_finite(values, step=step)
                 if config.log_memory:
                     memory.mark(f"step {step}")
             if evaluator is not None and evaluator.due(step, total):
-                with log.paused():
-                    results = evaluator(state, progress.say)
+                try:
+                    with log.paused():
+                        results = evaluator(state, progress.say)
+                except EnvError:
+                    save(step, values)
+                    raise
                 log.write(step, results)
                 values = (values or {}) | results
             if patience.exhausted(values or {}) and step < total:
@@ -135,11 +148,17 @@ def run(
             if over:
                 break
         checkpoints.wait()
+        stream.prune(kept["stream"] for kept in checkpoints.extras())
     if is_main and config.log_memory:
         Console(stderr=True).print(memory.report())
     if is_main and ending:
         Console(stderr=True).print(f"{config.name}/{config.exp_name}: {ending}", markup=False, soft_wrap=True)
     return 130 if stopped else 0
+
+
+def served_weights(agent: Agent, state: TrainState) -> Params | None:
+    """What OpenPI is to act with, where that is not simply the policy's weights or their average."""
+    return agent.inference_params(state) if isinstance(agent, RIPT) and "condition" in state.params else None
 
 
 def compile_update(agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> Update:

@@ -6,7 +6,7 @@ to go on is in its `state`, also in the middle of a collection: an episode depen
 weights alone, so what is missing is simply acted out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,9 +18,11 @@ from pirl.agents.agent import TrainState
 from pirl.agents.config import RIPTConfig
 from pirl.agents.flow_objectives import accepted, group_advantages
 from pirl.data.loader import ACRLPDDataLoader, put_on_devices
-from pirl.data.replay import ReplayBuffer
+from pirl.data.replay import ReplayBuffer, prune
+from pirl.data.transforms import flatten
+from pirl.envs.env import RawObservation
 from pirl.errors import EnvError
-from pirl.records import Context, Rollout
+from pirl.records import Context, Episode, Rollout
 from pirl.rollout.collect import Job, numbered
 from pirl.rollout.collector import Collector, Say, Stop
 from pirl.rollout.config import OnlineConfig
@@ -51,6 +53,9 @@ class Stream(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
+
+    def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Remove files that none of these states needs."""
 
 
 class DatasetStream:
@@ -83,6 +88,9 @@ class DatasetStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on at this position."""
         self.loader.restore(state["data"])
+
+    def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """A position is all there is."""
 
 
 class OnlineStream(DatasetStream):
@@ -140,6 +148,23 @@ class OnlineStream(DatasetStream):
         latest, self._latest = self._latest, {}
         return {**super().metrics(), **latest}
 
+    def example(self) -> Any:
+        """A batch that holds an episode of two steps: the first thing an environment shows, started for real."""
+        transform, cameras = self._collector.policy.transform, self._replay.cameras
+        seen = flatten(_first_observation(self._collector, self._curriculum))
+        steps, state = 2, transform.robot.find_state(seen)
+        episode = Episode(
+            task="",
+            state=np.stack([state] * steps).astype(np.float32),
+            actions=np.zeros((steps, transform.robot.action_dim), np.float32),
+            rewards=np.zeros(steps, np.float32),
+            terminated=np.zeros(steps, bool),
+            truncated=np.zeros(steps, bool),
+        )
+        frames = {key: np.stack([value] * steps) for key, value in seen.items() if np.ndim(value) == 3}
+        self._replay.append(episode, replay_frames(transform, frames, cameras, borders=self._borders))
+        return super().example()
+
     def state(self) -> dict[str, Any]:
         """The position in the data, the replay buffer, and a collection under way."""
         return {
@@ -160,6 +185,12 @@ class OnlineStream(DatasetStream):
         self._curriculum.restore(state["curriculum"])
         self._collections, self._episodes = int(state["collections"]), int(state["episodes"])
         self._env_steps = int(state["env_steps"])
+
+    def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Episodes that left the replay buffer, once no checkpoint can bring them back."""
+        states = list(states)
+        prune(self._directory, [state["replay"] for state in states])
+        self._collector.prune(state["collector"] for state in states)
 
 
 class GroupStream:
@@ -206,7 +237,7 @@ class GroupStream:
             "ript/success_rate": float(np.mean(won)) if won else 0.0,
             "ript/attempted_groups": float(len(groups)),
             "ript/accepted_groups": float(len(chosen)),
-            "ript/rows": float(0 if rows is None else len(rows)),
+            "ript/collected_rows": float(0 if rows is None else len(rows)),
             "ript/updates": float(updates),
         }
         self._episodes += len(self._attempted) * c.group_size
@@ -273,11 +304,8 @@ class GroupStream:
 
     def example(self) -> Any:
         """A batch of the first observations of an environment, started for real."""
-        policy, context = self._collector.policy, self._curriculum.draw(1, 0)[0]
-        begun = self._collector.pool.start({0: context})[0]
-        if isinstance(begun, Lost):
-            raise EnvError(f"{context}: {begun.reason}", hint="try the environment with pirl.envs.check")
-        rows = first_rows(policy, begun.observation, self._horizon)
+        observation = _first_observation(self._collector, self._curriculum)
+        rows = first_rows(self._collector.policy, observation, self._horizon)
         chosen = np.zeros(self._batch_size, np.int64)
         return self._batch(rows.batch(chosen, np.ones(self._batch_size, np.float32), fresh=True))
 
@@ -299,6 +327,19 @@ class GroupStream:
         self._episodes = int(state["episodes"])
         if self._demonstrations is not None:
             self._demonstrations.restore(state["data"])
+
+    def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Episodes of rounds that are over."""
+        self._collector.prune(state["collector"] for state in states)
+
+
+def _first_observation(collector: Collector, curriculum: Curriculum) -> RawObservation:
+    """What an environment shows before anything is done."""
+    context = curriculum.draw(1, 0)[0]
+    begun = collector.pool.start({0: context})[0]
+    if isinstance(begun, Lost):
+        raise EnvError(f"{context}: {begun.reason}", hint="try the environment with pirl.envs.check")
+    return begun.observation
 
 
 def _successes(group: list[Rollout]) -> list[float]:

@@ -1,0 +1,273 @@
+"""Line charts as HTML: the curves are a stretched SVG, every word beside them is text of the page.
+
+So a chart fills whatever width it gets while its labels stay readable, on a phone as on a wide screen. Strokes keep
+their width (`non-scaling-stroke`), and dots are strokes of no length with round ends, which do not become ellipses.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float64, Int
+
+from pirl.report.markup import Markup, element, join
+from pirl.report.scales import Axis, axis, number, tick
+
+COLOURS = 6
+"""Colours of the style sheet; after that they repeat with another dash."""
+MOST_POINTS = 400
+"""Longer curves are thinned out; their extremes stay."""
+DOTS_UP_TO = 24
+"""Curves of at most so many points show each as a dot."""
+SMOOTH_FROM = 40
+"""Curves of at least so many points get a smoothed one behind them."""
+_SIZE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One curve."""
+
+    name: str
+    """What it is, for the legend."""
+    steps: Float64[np.ndarray, "n"]
+    """The steps its points belong to."""
+    x: Float64[np.ndarray, "n"]
+    """Where they lie on the axis: the steps, or the share of the run."""
+    y: Float64[np.ndarray, "n"]
+    """NaN makes a gap."""
+    band: tuple[Float64[np.ndarray, "n"], Float64[np.ndarray, "n"]] | None = None
+    """Lower and upper ends of an interval."""
+    run: int = 0
+    """Which run it is of."""
+    colour: int = 0
+    dash: int = 0
+    """0 is solid."""
+    thin: bool = False
+    """For what is only there for comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves over one axis."""
+
+    title: str
+    lines: Sequence[Line]
+    x_axis: Axis
+    y_axis: Axis | None = None
+    """None: chosen from the curves."""
+    hint: str = ""
+    """What it means, or what to look for."""
+    unit: str = ""
+    x_unit: str = ""
+    large: bool = False
+
+
+def render(chart: Chart) -> Markup:
+    """The chart as a figure."""
+    lines = [_thinned(line) for line in chart.lines]
+    seen = [values for line in lines for values in (line.y, *(line.band or ()))]
+    y_axis = chart.y_axis or axis(np.concatenate(seen) if seen else np.zeros(0))
+    last = _last(chart.lines[0], chart.unit) if len(lines) == 1 else None
+    return element(
+        "figure",
+        element("figcaption", element("b", chart.title), last, element("small", chart.hint) if chart.hint else None),
+        element(
+            "div",
+            element("div", _labels(y_axis, "bottom", chart.unit), class_="ylabels", aria_hidden="true"),
+            element("div", _svg(lines, chart.x_axis, y_axis), class_="canvas"),
+            element(
+                "div",
+                _labels(chart.x_axis, "left", chart.x_unit, "" if chart.x_unit else "step "),
+                class_="xlabels",
+                aria_hidden="true",
+            ),
+            class_="plot",
+            role="img",
+            aria_label=_summary(chart),
+        ),
+        _legend(chart) if len(lines) > 1 else None,
+        class_="chart large" if chart.large else "chart",
+        data_tips=_tips(lines, chart),
+    )
+
+
+def _svg(lines: Sequence[Line], x_axis: Axis, y_axis: Axis) -> Markup:
+    grid = "".join(f"M0 {_flip(place)}H{_SIZE}" for place in y_axis.place(np.array(y_axis.ticks)))
+    zero = y_axis.place(np.zeros(1))[0] if not y_axis.log and y_axis.low < 0 < y_axis.high else None
+    return element(
+        "svg",
+        element("path", d=grid, class_="grid") if grid else None,
+        element("path", d=f"M0 {_flip(zero)}H{_SIZE}", class_="zero") if zero is not None else None,
+        (_band(line, x_axis, y_axis) for line in lines),
+        (_curves(line, x_axis, y_axis) for line in lines),
+        viewBox=f"0 0 {_SIZE} {_SIZE}",
+        preserveAspectRatio="none",
+        aria_hidden="true",
+    )
+
+
+def _curves(line: Line, x_axis: Axis, y_axis: Axis) -> Markup:
+    """The curve, its dots, and the smoothed one behind it."""
+    x, style = x_axis.place(line.x), f"c{line.colour % COLOURS} r{line.run}"
+    y = y_axis.place(line.y)
+    lone = {part[0] for part in _parts(y) if len(part) == 1}
+    dots = [i for i in range(len(y)) if math.isfinite(y[i]) and (len(y) <= DOTS_UP_TO or i in lone)]
+    dash = f" d{(line.dash + line.colour // COLOURS) % 4}"
+    return join(
+        _path(x, y_axis.place(smooth(line.y)), f"smooth {style}") if len(y) >= SMOOTH_FROM else None,
+        _path(x, y, f"line{' thin' if line.thin else ''}{dash} {style}"),
+        element("path", d="".join(f"M{_point(x[i], y[i])}h0" for i in dots), class_=f"dot {style}")
+        if dots and not (line.thin and not lone)
+        else None,
+    )
+
+
+def _path(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], style: str) -> Markup | None:
+    """A stroke through the finite points."""
+    parts = [f"M{'L'.join(_point(x[i], y[i]) for i in part)}" for part in _parts(y) if len(part) > 1]
+    return element("path", d="".join(parts), class_=style) if parts else None
+
+
+def _band(line: Line, x_axis: Axis, y_axis: Axis) -> Markup | None:
+    """The area between the ends of the interval."""
+    if line.band is None:
+        return None
+    low, high = (y_axis.place(end) for end in line.band)
+    x = x_axis.place(line.x)
+    d = ""
+    for part in _parts(low + high):
+        there = [_point(x[i], high[i]) for i in part]
+        back = [_point(x[i], low[i]) for i in reversed(part)]
+        d += f"M{'L'.join([*there, *back])}Z"
+    return element("path", d=d, class_=f"band c{line.colour % COLOURS} r{line.run}") if d else None
+
+
+def _parts(y: Float64[np.ndarray, "n"]) -> Iterator[list[int]]:
+    """Stretches of finite points, as their indices."""
+    part: list[int] = []
+    for i, fine in enumerate(np.isfinite(y)):
+        if fine:
+            part.append(i)
+        elif part:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def smooth(y: Float64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
+    """The mean over a fifteenth of the curve around each point; gaps stay gaps."""
+    half = max(1, len(y) // 30)
+    fine = np.isfinite(y)
+    window = np.ones(2 * half + 1)
+    total = np.convolve(np.where(fine, y, 0.0), window)[half:-half]
+    return np.where(fine, total / np.maximum(np.convolve(fine, window)[half:-half], 1.0), np.nan)
+
+
+def thin_out(y: Float64[np.ndarray, "n"], limit: int = MOST_POINTS) -> Int[np.ndarray, "m"]:
+    """Indices of points that keep the look of a curve: ends, and the extremes of equal stretches, and gaps."""
+    if len(y) <= limit:
+        return np.arange(len(y))
+    keep = {0, len(y) - 1}
+    for stretch in np.array_split(np.arange(len(y)), limit // 3):
+        fine = stretch[np.isfinite(y[stretch])]
+        if len(fine) < len(stretch):
+            keep.add(int(stretch[~np.isfinite(y[stretch])][0]))
+        if len(fine):
+            keep |= {int(fine[np.argmin(y[fine])]), int(fine[np.argmax(y[fine])])}
+    return np.array(sorted(keep))
+
+
+def _thinned(line: Line) -> Line:
+    kept = thin_out(line.y)
+    band = None if line.band is None else (line.band[0][kept], line.band[1][kept])
+    return replace(line, steps=line.steps[kept], x=line.x[kept], y=line.y[kept], band=band)
+
+
+def _labels(on: Axis, side: str, unit: str, first: str = "") -> Iterator[Markup]:
+    """The ticks of an axis; `first` comes before the first of them and says what it counts."""
+    for value, place in zip(on.ticks, on.place(np.array(on.ticks, np.float64)), strict=True):
+        yield element("span", first + tick(value) + unit, style=f"{side}:{100 * place:.2f}%")
+        first = ""
+
+
+def _legend(chart: Chart) -> Markup:
+    return element("ul", (_entry(line, chart.unit) for line in chart.lines), class_="key")
+
+
+def _entry(line: Line, unit: str) -> Markup:
+    return element("li", _swatch(line), element("span", line.name), _last(line, unit), class_=f"r{line.run}")
+
+
+def _last(line: Line, unit: str) -> Markup | None:
+    """The latest value."""
+    fine = line.y[np.isfinite(line.y)]
+    return element("output", number(float(fine[-1])) + unit, class_=f"c{line.colour % COLOURS}") if len(fine) else None
+
+
+def _swatch(line: Line) -> Markup:
+    dash = f"d{(line.dash + line.colour // COLOURS) % 4}"
+    style = f"line{' thin' if line.thin else ''} {dash} c{line.colour % COLOURS}"
+    stroke = element("path", d="M0 5H22", class_=style)
+    return element("svg", stroke, viewBox="0 0 22 10", class_="swatch", aria_hidden="true")
+
+
+def _summary(chart: Chart) -> str:
+    """The chart in words."""
+
+    def point(line: Line, i: int) -> str:
+        return f"{number(float(line.y[i]))}{chart.unit} at step {number(float(line.steps[i]))}"
+
+    told = []
+    for line in chart.lines:
+        fine = np.flatnonzero(np.isfinite(line.y))
+        if len(fine):
+            told.append(f"{line.name} goes from {point(line, fine[0])} to {point(line, fine[-1])}")
+        else:
+            told.append(f"{line.name} has no finite value")
+    return f"{chart.title}: " + "; ".join(told)
+
+
+def _tips(lines: Sequence[Line], chart: Chart) -> str:
+    """What the script shows at the pointer: names, and numbers only, which need no quotes."""
+    return json.dumps(
+        {
+            "unit": chart.unit,
+            "lines": [
+                [
+                    line.name,
+                    line.colour % COLOURS,
+                    line.run,
+                    [_short(x, 4) for x in chart.x_axis.place(line.x)],
+                    [int(step) for step in line.steps],
+                    [_digits(y) for y in line.y],
+                ]
+                for line in lines
+            ],
+        },
+        separators=(",", ":"),
+    )
+
+
+def _digits(value: float) -> float | int | None:
+    """Four digits that count."""
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.4g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def _short(value: float, digits: int) -> float | None:
+    return round(float(value), digits) if math.isfinite(value) else None
+
+
+def _point(x: float, y: float) -> str:
+    return f"{x * _SIZE:.4g} {_flip(y)}"
+
+
+def _flip(y: float) -> str:
+    """Down is more in SVG; what lies outside the axis is held at its edge."""
+    return f"{(1 - min(max(y, -0.02), 1.02)) * _SIZE:.4g}"

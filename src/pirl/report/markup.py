@@ -1,0 +1,40 @@
+"""HTML that cannot be broken by what it shows: text is escaped unless it was made here."""
+
+import html
+from collections.abc import Iterable
+
+VOID = frozenset({"br", "img", "input", "meta"})
+"""Elements without content."""
+_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+
+Child = str | None | Iterable[str | None]
+"""Text, markup, nothing, or several of these."""
+
+
+def escape(text: str) -> Markup:
+    """Text as HTML shows it; markup stays as it is. Signs that no page may hold are replaced."""
+    if isinstance(text, Markup):
+        return text
+    printable = text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROLS)
+    return Markup(html.escape(printable, quote=True))
+
+
+def element(name: str, /, *children: Child, **attributes: str | bool | None) -> Markup:
+    """`<name ...>children</name>`. Attributes: `class_` is class, `_` is a hyphen, True a bare name, None left out."""
+    written = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(str(value))}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Markup(f"<{name}{written}>" + ("" if name in VOID else f"{join(*children)}</{name}>"))
+
+
+def join(*children: Child) -> Markup:
+    """One after the other."""
+    flat = (one for child in children for one in ((child,) if child is None or isinstance(child, str) else child))
+    return Markup("".join(escape(one) for one in flat if one is not None))

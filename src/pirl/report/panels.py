@@ -1,0 +1,166 @@
+"""Which metrics are drawn together, in which section, and what to look for. What is not named here comes last."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One chart of one or a few metrics of the same unit."""
+
+    metrics: tuple[str, ...]
+    hint: str = ""
+    title: str = ""
+    """None given: the first metric's name."""
+    share: bool = False
+    """From 0 to 1: drawn from 0 to 100 %."""
+
+    @property
+    def heading(self) -> str:
+        """What stands above it."""
+        return self.title or self.metrics[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Charts about one question."""
+
+    id: str
+    title: str
+    about: str
+    panels: tuple[Panel, ...]
+    folded: bool = False
+    """Shown when asked for."""
+
+
+def _each(*metrics: str) -> tuple[Panel, ...]:
+    return tuple(Panel(metrics=(name,)) for name in metrics)
+
+
+SUCCESS_RATES = ("eval/success_rate", "ript/success_rate", "online/success_rate")
+
+SECTIONS = (
+    Section(
+        id="losses",
+        title="Losses",
+        about="Means over the interval of a record. Compare a loss only within one algorithm and one setting.",
+        panels=(
+            Panel(metrics=("policy/loss",), hint="falls, then flattens"),
+            Panel(metrics=("actor/loss",), hint="what the actor minimises"),
+            Panel(metrics=("actor/flow_loss",), hint="rising steadily: the actor leaves the data"),
+            Panel(metrics=("critic/loss",), hint="hl_gauss has a floor of 1.20, not 0"),
+            Panel(metrics=("ript/loss",), hint="weighted by advantages: may be negative"),
+            Panel(metrics=("ript/flow_loss",), hint="towards the policy's own successful plans"),
+            Panel(metrics=("bc/loss",), hint="imitation beside RIPT"),
+            Panel(metrics=("critic/calql",), hint="Cal-QL penalty"),
+            Panel(metrics=("policy/loss_std",), hint="large: a few hard or broken samples"),
+        ),
+    ),
+    Section(
+        id="values",
+        title="Q calibration",
+        about="Does the critic know how episodes end? While the correlation is low, the actor follows noise.",
+        panels=(
+            Panel(metrics=("critic/mc_correlation",), hint="of Q and the observed return; the first thing to look at"),
+            Panel(metrics=("critic/mc_gap",), hint="Q minus the observed return; large: overestimation"),
+            Panel(metrics=("critic/q_mean", "critic/y"), title="Q and its target", hint="close to each other"),
+            Panel(metrics=("critic/q_std",), hint="near 0: the critic tells nothing apart"),
+            Panel(metrics=("critic/candidate_gain",), hint="what best-of-N would gain; growing without end: errors"),
+            Panel(metrics=("critic/action_slope",), hint="near 0: actions are ignored"),
+        ),
+    ),
+    Section(
+        id="actor",
+        title="Health of the actor",
+        about="How selectively it learns, and how far it moves.",
+        panels=(
+            Panel(
+                metrics=("actor/ess",), hint="effective sample size of the weights; near agent.target_ess", share=True
+            ),
+            Panel(metrics=("actor/beta",), hint="temperature of the weights; stable is good"),
+            Panel(metrics=("actor/drift",), hint="distance of the policy to its average"),
+            Panel(metrics=("actor/advantage",), hint="near 0"),
+            Panel(metrics=("ript/drift",), hint="distance to the policy that rolled out"),
+            Panel(metrics=("ript/ess",), hint="effective sample size of the advantages", share=True),
+            Panel(metrics=("ript/negative_share",), hint="rows pushed away from", share=True),
+            Panel(metrics=("ript/ratio",), hint="near 1"),
+            Panel(metrics=("ript/ratio_clipped",), hint="high: the policy moved far in one round", share=True),
+            *_each("policy/grad_norm", "actor/grad_norm", "critic/grad_norm", "ript/grad_norm"),
+            *_each("policy/learning_rate", "critic/learning_rate"),
+        ),
+    ),
+    Section(
+        id="curriculum",
+        title="Curriculum and practice",
+        about="Which initial states were practised, and how many episodes that took.",
+        panels=(
+            Panel(metrics=("curriculum/success_mean",), hint="estimated success over all of them", share=True),
+            Panel(
+                metrics=("curriculum/solved_share", "curriculum/hopeless_share"),
+                title="Solved and hopeless",
+                hint="above 90 %, below 10 % success",
+                share=True,
+            ),
+            Panel(metrics=("curriculum/entropy",), hint="100 %: all are drawn alike", share=True),
+            Panel(
+                metrics=("ript/attempted_groups", "ript/accepted_groups"),
+                title="Groups of a round",
+                hint="attempted, and accepted because outcomes differed",
+            ),
+            Panel(metrics=("ript/rows", "ript/collected_rows"), title="Rows of a round", hint="of a batch, and in all"),
+            Panel(metrics=("ript/updates",), hint="updates of a round"),
+            *_each("online/episodes", "online/env_steps", "online/replay_episodes"),
+            Panel(metrics=("eval/length",), hint="steps of an evaluated episode"),
+            Panel(metrics=("eval/return",), hint="return of an evaluated episode"),
+        ),
+    ),
+    Section(
+        id="throughput",
+        title="Throughput",
+        about="Where the time goes. The first step, which compiles, is left out.",
+        panels=(
+            Panel(metrics=("time/step_seconds",), hint="seconds a step"),
+            Panel(metrics=("time/samples_per_second",)),
+            Panel(
+                metrics=("time/stall_fraction",), hint="waiting for data; above 10 %: look at the loader", share=True
+            ),
+            Panel(metrics=("time/mfu",), hint="of the devices' peak", share=True),
+            Panel(metrics=("time/env_steps_per_second",), hint="environment steps while collecting"),
+            Panel(
+                metrics=("time/env_share", "time/policy_share"),
+                title="Time of a collection",
+                hint="in environments, in the policy",
+                share=True,
+            ),
+            Panel(metrics=("time/occupancy",), hint="of the policy's batch", share=True),
+            Panel(metrics=("rollout/lost_episodes",), hint="given up after retries"),
+        ),
+    ),
+    Section(
+        id="memory",
+        title="Memory",
+        about="GiB: of the process, and of the fullest device.",
+        panels=(
+            Panel(metrics=("memory/host_gib",), hint="growing without end: a leak"),
+            Panel(metrics=("memory/device_gib", "memory/device_peak_gib"), title="Device", hint="now, and most so far"),
+        ),
+    ),
+)
+
+_KNOWN = {name for section in SECTIONS for panel in section.panels for name in panel.metrics}
+_KNOWN |= {*SUCCESS_RATES, "eval/success_low", "eval/success_high"}
+
+
+def sections(metrics: Iterable[str]) -> Iterator[Section]:
+    """The sections that have something to show, with the panels that do; then one with all other metrics."""
+    there = sorted(set(metrics))
+    for section in SECTIONS:
+        panels = tuple(
+            replace(panel, metrics=shown, title=panel.title if len(shown) > 1 else "")
+            for panel in section.panels
+            if (shown := tuple(name for name in panel.metrics if name in there))
+        )
+        if panels:
+            yield replace(section, panels=panels)
+    if others := [name for name in there if name not in _KNOWN]:
+        yield Section(id="others", title="Other metrics", about="", panels=_each(*others), folded=True)

@@ -1,0 +1,244 @@
+"""A run as its folder tells it. What is damaged is left out and named; it is never a reason to fail."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from pirl.config_io import parse_yaml
+from pirl.errors import CheckpointError, ConfigError
+from pirl.report.evaluations import FILE, FOLDER, Evaluation, Rate, find_evaluations, read_evaluation
+
+METRICS, CONFIG, METADATA, FIRST_BATCH = "metrics.jsonl", "config.yaml", "metadata.json", "first_batch.png"
+SUCCESS, SUCCESS_LOW, SUCCESS_HIGH = "eval/success_rate", "eval/success_low", "eval/success_high"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One metric over the steps at which it was written."""
+
+    steps: Float64[np.ndarray, "n"]
+    values: Float64[np.ndarray, "n"]
+    """NaN where it was not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run left behind, as far as it can be read."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """As plain data; empty where there is none."""
+    metadata: Mapping[str, Any]
+    """Revision, versions, start; of the latest checkpoint, or else of the run."""
+    state: Mapping[str, Any]
+    """What the latest checkpoint knows of the stream it learns from."""
+    series: Mapping[str, Series]
+    times: Float64[np.ndarray, "n"]
+    """When records were written, in seconds since 1970."""
+    evaluations: tuple[Evaluation, ...]
+    first_batch: Path | None
+    notes: tuple[str, ...]
+    """What could not be read, or looks odd."""
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name."""
+        return str(self.config.get("name") or self._asked("recipe") or self.folder.parent.name)
+
+    @property
+    def exp_name(self) -> str:
+        """The run's own name."""
+        return str(self.config.get("exp_name") or self._asked("exp_name") or self.folder.name)
+
+    def _asked(self, key: str) -> Any:
+        return self.evaluations[0].asked.get(key) if self.evaluations else None
+
+    @property
+    def algorithm(self) -> str:
+        """Its name in configurations, or nothing."""
+        agent = self.config.get("agent")
+        return str(agent.get("type", "")) if isinstance(agent, Mapping) else ""
+
+    @cached_property
+    def last_step(self) -> int:
+        """The last step of which something was written."""
+        return int(max((series.steps[-1] for series in self.series.values()), default=0))
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many it was to be."""
+        total = self.config.get("num_train_steps")
+        return total if isinstance(total, int) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """From its start (or first record, if it was resumed) to its last record."""
+        if not len(self.times):
+            return None
+        return float(self.times.max() - min(self.times.min(), _timestamp(self.metadata.get("started_at"))))
+
+    @property
+    def episodes(self) -> int | None:
+        """Episodes collected to learn from; evaluations not counted."""
+        counted = self.state.get("episodes")
+        if isinstance(counted, int):
+            return counted
+        series = self.series.get("online/episodes")
+        return None if series is None or not np.isfinite(series.values[-1]) else int(series.values[-1])
+
+    def success(self, which: int) -> tuple[int, Rate] | None:
+        """Step and result of an evaluation during training: 0 is the first, -1 the last."""
+        if SUCCESS not in self.series:
+            return None
+        rates = self.series[SUCCESS]
+        known = np.flatnonzero(np.isfinite(rates.values))
+        if not len(known):
+            return None
+        step = rates.steps[known[which]]
+        low, high = (self.at(name, step) for name in (SUCCESS_LOW, SUCCESS_HIGH))
+        return int(step), Rate(value=float(rates.values[known[which]]), low=low, high=high)
+
+    def at(self, name: str, step: float) -> float:
+        """A metric at a step; NaN where it was not written."""
+        series = self.series.get(name)
+        if series is None:
+            return math.nan
+        found = np.flatnonzero(series.steps == step)
+        return float(series.values[found[-1]]) if len(found) else math.nan
+
+
+def read_run(path: Path) -> Run:
+    """Everything in a run's folder. Refuses only a folder that is not one of a run."""
+    folder = path.expanduser().absolute()
+    if not any((folder / name).exists() for name in (METRICS, CONFIG, FILE, FOLDER)):
+        raise _not_a_run(path, folder)
+    notes: list[str] = []
+    series, times = _read_metrics(folder / METRICS, notes)
+    latest = max((int(child.name) for child in folder.iterdir() if child.name.isdecimal()), default=None)
+    extra = None if latest is None else folder / str(latest) / "extra"
+    metadata = _read_json(folder / METADATA, folder, notes)
+    if extra is not None:
+        metadata = {**metadata, **_read_json(extra / METADATA, folder, notes)}
+    stream = {} if extra is None else _read_json(extra / "extra.json", folder, notes).get("stream")
+    picture = folder / FIRST_BATCH
+    return Run(
+        folder=folder,
+        config=_read_config(folder, metadata, notes),
+        metadata=metadata,
+        state=stream if isinstance(stream, Mapping) else {},
+        series=series,
+        times=times,
+        evaluations=_read_evaluations(folder, notes),
+        first_batch=picture if picture.is_file() else None,
+        notes=tuple(notes),
+    )
+
+
+def _not_a_run(path: Path, folder: Path) -> CheckpointError:
+    what = f"holds none of {METRICS}, {CONFIG}, {FILE}" if folder.is_dir() else "is not a folder"
+    inside = [str(path / file.parent.name) for file in sorted(folder.glob(f"*/{METRICS}"))[:5]]
+    if inside:
+        hint = f"name the runs in it: {', '.join(inside)}"
+    elif (folder.parent / METRICS).exists():
+        hint = f"name the run, not one of its steps: {path.parent}"
+    else:
+        hint = "name the folder of a run: checkpoints/RECIPE/EXP_NAME"
+    return CheckpointError(f"{path} {what}", hint=hint)
+
+
+def _read_metrics(file: Path, notes: list[str]) -> tuple[dict[str, Series], Float64[np.ndarray, "n"]]:
+    """Metrics by name. Lines that are not records are counted; a last one that was cut off is expected of a crash."""
+    text = _read_text(file, notes) if file.exists() else ""
+    gathered: dict[str, tuple[list[float], list[float]]] = {}
+    times: list[float] = []
+    bad: list[int] = []
+    lines = text.removesuffix("\n").split("\n") if text else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            step, time = float(record["step"]), float(record["time"])
+            values = {str(name): math.nan if x is None else float(x) for name, x in record["values"].items()}
+            if not (math.isfinite(step) and math.isfinite(time)):
+                raise ValueError("a step and a time are numbers")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            bad.append(number)
+            continue
+        times.append(time)
+        for name, value in values.items():
+            steps, found = gathered.setdefault(name, ([], []))
+            steps.append(step)
+            found.append(value if math.isfinite(value) else math.nan)
+    if bad == [len(lines)] and not text.endswith("\n"):
+        notes.append(f"{METRICS}: the last line is cut off and was ignored")
+    elif bad:
+        notes.append(f"{METRICS}: {len(bad)} of {len(lines)} lines are not records and were ignored (first: {bad[0]})")
+    series = {name: _sorted(*pair) for name, pair in gathered.items()}
+    return series, np.array(times, np.float64)
+
+
+def _sorted(steps: list[float], values: list[float]) -> Series:
+    order = np.argsort(steps, kind="stable")
+    return Series(steps=np.array(steps, np.float64)[order], values=np.array(values, np.float64)[order])
+
+
+def _read_config(folder: Path, metadata: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
+    """From its own file, or else from the latest checkpoint."""
+    file = folder / CONFIG
+    if file.exists():
+        try:
+            return parse_yaml(_read_text(file, notes))
+        except (ConfigError, RecursionError) as error:
+            notes.append(f"{CONFIG}: {getattr(error, 'message', error)}")
+    saved = metadata.get("config")
+    return saved if isinstance(saved, Mapping) else {}
+
+
+def _read_evaluations(folder: Path, notes: list[str]) -> tuple[Evaluation, ...]:
+    found = []
+    for file in find_evaluations(folder):
+        try:
+            evaluation, odd = read_evaluation(file)
+        except ValueError as error:
+            notes.append(f"{file.relative_to(folder)} is not what `pirl eval` writes and was left out ({error})")
+        else:
+            found.append(evaluation)
+            notes += [f"{file.parent.relative_to(folder) / text}" for text in odd]
+    return tuple(found)
+
+
+def _read_json(file: Path, folder: Path, notes: list[str]) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(_read_text(file, notes))
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} where an object was expected")
+    except (ValueError, RecursionError) as error:
+        notes.append(f"{file.relative_to(folder)} cannot be read: {error}")
+        return {}
+    return content
+
+
+def _read_text(file: Path, notes: list[str]) -> str:
+    """A file's text; bytes that are none are replaced, and then fail where they matter."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read: {error.strerror}")
+        return ""
+
+
+def _timestamp(text: Any) -> float:
+    """Seconds since 1970; infinity where it says nothing."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return math.inf

@@ -1,0 +1,123 @@
+"""Runs that act, small enough for tests: a walk that chance decides, and that goes wrong when it is told to."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.config import RLTrainConfig
+from pirl.envs.config import GymConfig
+from pirl.rollout.config import OnlineConfig, RolloutConfig
+from small_runs import small_run
+
+VARIABLE = "PIRL_TEST_TROUBLE"
+GOAL = 1.6
+"""Reached by about half of the walks of a fresh policy."""
+
+
+class Walk(gymnasium.Env):
+    """A point that is pushed about; it has arrived beyond `GOAL`. Its pictures are wider than high, as most cameras' are."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "state": gymnasium.spaces.Box(-99, 99, (2,), np.float32),
+            "image": gymnasium.spaces.Box(0, 255, (6, 8, 3), np.uint8),
+        }
+    )
+    action_space = gymnasium.spaces.Box(-99, 99, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place = self.np_random.uniform(-0.5, 0.5, 2).astype(np.float32)
+        self.trouble = next_trouble()
+        return self.seen(), {}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        self.place = self.place + action
+        if self.trouble:
+            self.misbehave(self.trouble)
+        there = bool(self.place[0] > GOAL)
+        return self.seen(), float(there), there, False, {"is_success": there}
+
+    def misbehave(self, kind: str) -> None:
+        self.trouble = ""
+        match kind:
+            case "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(3600)
+            case "raise":
+                raise OSError("the cable was pulled")
+            case "nan":
+                self.place = np.full(2, np.nan, np.float32)
+
+    def seen(self) -> dict[str, Any]:
+        image = np.full((6, 8, 3), 40, np.uint8)
+        image[:, int(np.clip(4 + 2 * np.nan_to_num(self.place[0]), 0, 7))] = 250
+        return {"state": self.place, "image": image}
+
+
+if "pirl/CollectingWalk-v0" not in gymnasium.registry:
+    gymnasium.register("pirl/CollectingWalk-v0", entry_point=Walk)
+
+ENV = GymConfig(id="collecting_runs:pirl/CollectingWalk-v0", robot="synthetic", prompt="go", max_steps=5, fps=5)
+
+
+def next_trouble() -> str:
+    """What the episode that begins now is to suffer: episodes are counted over all processes, in a file."""
+    told = os.environ.get(VARIABLE)
+    if not told:
+        return ""
+    kind, first, last, file = told.split(":", 3)
+    with open(file, "ab") as begun:
+        begun.write(b".")
+        begun.flush()
+        number = os.fstat(begun.fileno()).st_size - 1
+    return kind if int(first) <= number < int(last) else ""
+
+
+def make_trouble(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str, episode: int, *, until: int | None = None
+) -> Path:
+    """From now on: the episode begun as number `episode` (or all up to `until`) goes wrong. The file counts them."""
+    file = folder / f"{kind}-{episode}"
+    monkeypatch.setenv(VARIABLE, f"{kind}:{episode}:{episode + 1 if until is None else until}:{file}")
+    return file
+
+
+RIPT = RIPTConfig(
+    group_size=3, groups_per_iteration=2, max_attempts=2.0, drift_limit=None, bc_weight=0.2, flow_draws=2, ema_decay=0.8
+)
+ROLLOUT = RolloutConfig(num_envs=3, num_workers=2, worker_timeout=60.0, execute=2, flow_steps=2)
+
+
+def ript_run(folder: Path, agent: RIPTConfig = RIPT, **changes: Any) -> RLTrainConfig:
+    """Groups of walks, and synthetic demonstrations beside them: eight to twelve episodes an iteration."""
+    own = dict(agent=agent, env=ENV, rollout=ROLLOUT, num_train_steps=4, log_interval=1)
+    return replace(small_run(folder, BCConfig()), **(own | changes))
+
+
+ACRLPD = ACRLPDConfig(
+    discount=0.9, num_action_samples=2, flow_steps=2, policy_ema_decay=0.9, critic_ema_decay=None, augment=False
+)
+ONLINE = OnlineConfig(start_step=2, episodes=5, updates_per_step=0.1)
+
+
+def online_run(folder: Path, **changes: Any) -> RLTrainConfig:
+    """Two steps offline; then five walks whenever a tenth of the steps that were walked has been trained."""
+    own = dict(env=ENV, rollout=ROLLOUT, online=ONLINE, num_train_steps=8, log_interval=1)
+    return small_run(folder, ACRLPD, **(own | changes))
+
+
+def saving(config: RLTrainConfig, **changes: Any) -> RLTrainConfig:
+    """The run with other settings of its checkpoints."""
+    return replace(config, checkpoint=replace(config.checkpoint, **changes))
