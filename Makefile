@@ -2,7 +2,7 @@
 # make lint     ruff, mypy and import-linter only
 # make test-sims  tests of the MuJoCo simulators (installs them; they need a GL library of the system)
 # make bench    speed, on this machine
-# make demo     the tour of everything (not there yet)
+# make demo     the whole way once: record, imitate, improve, evaluate, report (two cores, ten minutes)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -48,9 +48,8 @@ test-sims: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/data.py
 
-demo:
-	@echo "make demo is not built yet: it needs environments and rollouts, which are not there either." >&2
-	@exit 1
+demo: $(STAMP)
+	$(BIN)/pirl demo
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,7 +23,7 @@ GOAL = 1.6
 
 
 class Walk(gymnasium.Env):
-    """A point that is pushed about; it has arrived beyond `GOAL`. Its pictures are wider than high, as most cameras' are."""
+    """A point that is pushed about; it has arrived beyond `GOAL`. It can be seen, too."""
 
     observation_space = gymnasium.spaces.Dict(
         {
@@ -55,7 +55,7 @@ class Walk(gymnasium.Env):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(3600)
-            case "raise":
+            case "fail":
                 raise OSError("the cable was pulled")
             case "nan":
                 self.place = np.full(2, np.nan, np.float32)
@@ -77,21 +77,25 @@ def next_trouble() -> str:
     told = os.environ.get(VARIABLE)
     if not told:
         return ""
-    kind, first, last, file = told.split(":", 3)
+    file, *plans = told.split("|")
     with open(file, "ab") as begun:
         begun.write(b".")
         begun.flush()
         number = os.fstat(begun.fileno()).st_size - 1
-    return kind if int(first) <= number < int(last) else ""
+    wanted = (plan.split(":") for plan in plans)
+    return next((kind for kind, first, last in wanted if int(first) <= number < int(last)), "")
 
 
-def make_trouble(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str, episode: int, *, until: int | None = None
-) -> Path:
-    """From now on: the episode begun as number `episode` (or all up to `until`) goes wrong. The file counts them."""
-    file = folder / f"{kind}-{episode}"
-    monkeypatch.setenv(VARIABLE, f"{kind}:{episode}:{episode + 1 if until is None else until}:{file}")
-    return file
+def make_trouble(monkeypatch: pytest.MonkeyPatch, folder: Path, **plans: int | range) -> None:
+    """From now on the episode that is begun as number so and so, or all of a range, go wrong in this way."""
+    spans = {kind: plan if isinstance(plan, range) else range(plan, plan + 1) for kind, plan in plans.items()}
+    counter = folder / f"episodes-{len(list(folder.glob('episodes-*')))}"
+    counter.touch()
+    words = [f"{kind}:{span.start}:{span.stop}" for kind, span in spans.items()]
+    monkeypatch.setenv(VARIABLE, "|".join([str(counter), *words]))
+
+
+EVER = range(10**9)
 
 
 RIPT = RIPTConfig(
@@ -109,11 +113,11 @@ def ript_run(folder: Path, agent: RIPTConfig = RIPT, **changes: Any) -> RLTrainC
 ACRLPD = ACRLPDConfig(
     discount=0.9, num_action_samples=2, flow_steps=2, policy_ema_decay=0.9, critic_ema_decay=None, augment=False
 )
-ONLINE = OnlineConfig(start_step=2, episodes=5, updates_per_step=0.1)
+ONLINE = OnlineConfig(start_step=2, episodes=9, updates_per_step=0.06)
 
 
 def online_run(folder: Path, **changes: Any) -> RLTrainConfig:
-    """Two steps offline; then five walks whenever a tenth of the steps that were walked has been trained."""
+    """Two steps offline; then nine walks whenever it has trained a step for every sixteen that were walked."""
     own = dict(env=ENV, rollout=ROLLOUT, online=ONLINE, num_train_steps=8, log_interval=1)
     return small_run(folder, ACRLPD, **(own | changes))
 

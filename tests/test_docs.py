@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import pirl.cli.eval
+import pirl.cli.record
 from pirl import recipes
 from pirl.cli import app
 from pirl.cli.inspect import policy_of
@@ -23,7 +25,8 @@ PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CHANGELOG.md", *(ROOT / "docs"
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 OPERATORS = set(";&|><()")
-METRIC = re.compile(r"(?:actor|critic|policy|data|time|memory)/\w+")
+GROUPS = "actor|critic|policy|data|time|memory|ript|rollout|curriculum|online|eval|bc"
+METRIC = re.compile(rf"(?:{GROUPS})/\w+")
 
 
 def of_page(path: Path) -> str:
@@ -62,12 +65,28 @@ def test_there_are_commands() -> None:
     assert {command.split()[0] for command in COMMANDS} == set(app.VERBS)
 
 
+class _UnderstoodError(Exception):
+    """A command line was read to its end, and something would now begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A checkpoint that says how it was trained."""
+
+    config: RLTrainConfig
+
+
 def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command line is understood as it stands: verbs, flags, recipes and the settings' values."""
+    import pirl.training.acting
     import pirl.training.loop
     import pirl.training.plan
 
     trained: list[RLTrainConfig] = []
+    checkpoint = _Found(config=recipes.get_config("acrlpd_tabletop"))
+    monkeypatch.setattr(pirl.training.acting, "find_checkpoint", lambda *_, **__: checkpoint)
+    monkeypatch.setattr(pirl.cli.eval, "_asked", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
+    monkeypatch.setattr(pirl.cli.record, "_record", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.training.loop, "train", lambda config, **_: trained.append(config) or 0)
     monkeypatch.setattr(pirl.training.plan, "plan", lambda *_, **__: SimpleNamespace(accumulate=None))
     monkeypatch.chdir(tmp_path)
@@ -81,9 +100,15 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         if words[0] in ("train", "plan", "recipes"):
             code = app.main(words)
         else:
+            code = 0
             try:
                 args = app.build_parser(words).parse_args(words)
-                code = 0 if words[:2] != ["inspect", "recipe"] else int(policy_of(args.name) is None)
+                if words[:2] == ["inspect", "recipe"]:
+                    code = int(policy_of(args.name) is None)
+                elif words[0] in ("eval", "record"):  # these take settings as well, and parse them themselves
+                    importlib.import_module(f"pirl.cli.{words[0]}").run(args)
+            except _UnderstoodError:
+                pass
             except SystemExit as stop:
                 code = int(stop.code or 0)
         if code:
@@ -164,12 +189,17 @@ def test_what_is_named_exists(page: Path) -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    """What the code logs and what the pages explain is the same."""
-    sources = [*(ROOT / "src/pirl/agents").glob("*.py"), *(ROOT / "src/pirl/training").glob("*.py")]
+    """What the code logs and what stands in the pages' tables of metrics is the same."""
+    sources = [path for part in ("agents", "training", "rollout") for path in (ROOT / "src/pirl" / part).glob("*.py")]
     logged = {name for path in sources for name in re.findall(rf'"({METRIC.pattern})"', path.read_text())}
-    pages = [ROOT / "docs" / name for name in ("algorithms-acrlpd.md", "algorithms-bc.md", "training.md")]
-    explained = {name for page in pages for text in inline(page) for name in METRIC.findall(text) if name == text}
+    assert {name.partition("/")[0] for name in logged} == set(GROUPS.split("|"))
+    cells = re.compile(rf"^\| ((?:(?:, )?`{METRIC.pattern}`)+) \|", re.MULTILINE)
+    explained, mentioned = set[str](), set[str]()
+    for page in (ROOT / "docs").glob("*.md"):
+        explained |= {name for cell in cells.findall(page.read_text()) for name in METRIC.findall(cell)}
+        mentioned |= {text for text in inline(page) if METRIC.fullmatch(text)}
     assert explained == logged
+    assert mentioned <= logged
 
 
 def test_messages_are_those_of_the_code() -> None:

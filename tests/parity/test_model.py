@@ -95,10 +95,13 @@ def test_positions_and_masks(family: Family, context: Context):
 def test_prefix_output_and_cache(family: Family, context: Context):
     out, index = family.outputs, family.outputs["prefix_index"]
     valid = np.asarray(context.mask)[:, index]
-    np.testing.assert_allclose(context.out[:, index][valid], out["prefix_out_at_index"][valid], **OUTPUT)
+    # The VLM's own output, which π₀ does not read, is what a critic may be given as features.
+    whole = Pi0(replace(family.config, feature_layer=family.config.vlm.depth))
+    output = jax.jit(lambda p, o: whole.encode(p, o).features)(family.params, family.observation)
+    np.testing.assert_allclose(output[:, index][valid], out["prefix_out_at_index"][valid], **OUTPUT)
     everywhere = np.asarray(context.mask)
     np.testing.assert_allclose(
-        context.out.sum(-1)[everywhere], out["prefix_out_sum_per_token"][everywhere], rtol=1e-5, atol=5e-4
+        output.sum(-1)[everywhere], out["prefix_out_sum_per_token"][everywhere], rtol=1e-5, atol=5e-4
     )
     last, valid = index[-16:], valid[:, -16:]
     for ours, name in ((context.keys, "kv_k_at_index"), (context.values, "kv_v_at_index")):

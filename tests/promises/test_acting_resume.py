@@ -86,25 +86,25 @@ def test_in_pieces(untouched: RLTrainConfig) -> None:
     assert_same_run(config, untouched)
 
 
-def test_evaluation_changes_nothing(untouched: RLTrainConfig) -> None:
-    config = replace(untouched, exp_name="unwatched", evaluation=None)
+def test_evaluation_changes_nothing(ript: RLTrainConfig) -> None:
+    config = replace(ript, exp_name="unwatched", evaluation=None)
     assert train(config) == 0
-    assert_same_bits(restored(config), restored(untouched))
-    assert position_of(config) == position_of(untouched)
-    trained = [line for line in records(untouched.run_dir) if "eval/success_rate" not in line["values"]]
+    assert_same_bits(restored(config), restored(ript))
+    assert position_of(config) == position_of(ript)
+    trained = [line for line in records(ript.run_dir) if "eval/success_rate" not in line["values"]]
     assert records(config.run_dir) == trained
 
 
-@pytest.mark.parametrize(("kind", "moments"), [("ript", (22, 4)), ("online", (17, 3))])
+@pytest.mark.parametrize(("kind", "moments"), [("ript", (16, 3)), ("online", (21, 3))])
 def test_stopped_in_the_middle_of_a_collection(
     kind: str, moments: tuple[int, int], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice in the same one: the second time the weights are saved already, and only the episodes are new."""
     untouched: RLTrainConfig = request.getfixturevalue(kind)
-    config = replace(untouched, exp_name="stopped")
+    config = saving(replace(untouched, exp_name="stopped"), keep_last=1)
     finished, reached = [], []
     for number, moment in enumerate(moments):
-        make_trouble(monkeypatch, tmp_path, "terminate", moment)
+        make_trouble(monkeypatch, tmp_path, terminate=moment)
         assert train(config, resume=number > 0) == 130
         position = position_of(config)
         reached.append(position["step"])
@@ -122,7 +122,7 @@ def test_stopped_in_the_middle_of_a_collection(
 def test_killed_while_collecting(ript: RLTrainConfig, cache: dict, tmp_path: Path) -> None:
     config = saving(replace(ript, exp_name="killed"), save_interval=1, async_save=False)
     with pytest.MonkeyPatch.context() as trouble:
-        make_trouble(trouble, tmp_path, "kill", 30)
+        make_trouble(trouble, tmp_path, kill=30)
         paths = os.pathsep.join(path for path in sys.path if path)
         child = subprocess.run(
             [sys.executable, "-m", "pirl", "train", str(write_yaml(tmp_path / "run.yaml", config))],
@@ -130,6 +130,7 @@ def test_killed_while_collecting(ript: RLTrainConfig, cache: dict, tmp_path: Pat
             capture_output=True,
             text=True,
             timeout=300,
+            check=False,
         )
     assert child.returncode == -signal.SIGKILL, child.stderr[-3000:]
     assert 0 < steps_of(config)[-1] < config.num_train_steps
@@ -137,38 +138,34 @@ def test_killed_while_collecting(ript: RLTrainConfig, cache: dict, tmp_path: Pat
     assert_same_run(config, ript)
 
 
-@pytest.mark.parametrize("kind", ["kill", "hang", "raise", "nan"])
-def test_environments_that_misbehave(
-    kind: str, ript: RLTrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In processes of their own; the episode is repeated, and nothing else is different."""
+def test_environments_that_misbehave(ript: RLTrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own. Each of these episodes is repeated, with a warning, and nothing else is different."""
     rollout = replace(ript.rollout, backend="process", worker_timeout=3.0)
-    config = replace(ript, exp_name=f"trouble-{kind}", rollout=rollout, num_train_steps=2)
-    make_trouble(monkeypatch, tmp_path, kind, 9)
-    told = {
-        "kill": "its worker was killed by SIGKILL",
-        "hang": "its worker gave no answer for 3 s",
-        "raise": "OSError: the cable was pulled",
-        "nan": "observation 'state' of shape (2,) is not finite",
-    }[kind]
+    config = replace(ript, exp_name="misbehaved", rollout=rollout, num_train_steps=2)
+    make_trouble(monkeypatch, tmp_path, fail=4, nan=7, kill=10, hang=18)
     with pytest.warns(PirlWarning) as warned:
         assert train(config) == 0
     said = [str(warning.message) for warning in warned]
-    assert any(f"was lost: {told}" in message and message.endswith("; it is repeated") for message in said), said
-    assert any("worker is restarted" in message for message in said) == (kind in ("kill", "hang"))
+    for reason in (
+        "OSError: the cable was pulled",
+        "observation 'state' of shape (2,) is not finite",
+        "its worker was killed by SIGKILL (out of memory?)",
+        "its worker gave no answer for 3 s",
+    ):
+        assert any(message.endswith(f"was lost: {reason}; it is repeated") for message in said), (reason, said)
+    assert sum("worker is restarted" in message for message in said) == 2
     assert_same_bits(restored(config), restored(ript, 2))
     assert records(config.run_dir) == [line for line in records(ript.run_dir) if line["step"] <= 2]
 
 
 def test_broken_environments_do_not_cost_what_was_learned(
-    untouched: RLTrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ript: RLTrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = saving(replace(untouched, exp_name="broken"), save_interval=10**6)
-    make_trouble(monkeypatch, tmp_path, "raise", 20, until=10**6)
+    config = saving(replace(ript, exp_name="broken"), save_interval=10**6)
+    make_trouble(monkeypatch, tmp_path, fail=range(12, 10**6))
     with pytest.warns(PirlWarning), pytest.raises(EnvError, match="the cable was pulled"):
         train(config)
     assert 0 < steps_of(config)[-1] < config.num_train_steps
     monkeypatch.undo()
     assert train(config, resume=True) == 0
-    assert_same_bits(restored(config), restored(untouched))
-    assert position_of(config) == position_of(untouched)
+    assert_same_run(config, ript)

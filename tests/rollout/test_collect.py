@@ -221,11 +221,10 @@ def test_where_nothing_works_it_says_so(count: int) -> None:
 
 def test_asked_to_stop_it_gives_up_what_is_under_way() -> None:
     """Those of seven steps are over when the first of them is seen; those of twelve are not."""
-    found: list[int] = []
+    found: list[Rollout] = []
     with LocalPool(counting, 8) as pool, pytest.raises(CollectionStoppedError):
-        for rollout in collect(pool, policy(8), JOBS, stop=lambda: bool(found)):
-            found.append(rollout.number)
-    assert sorted(found) == [job.number for job in JOBS if job.context.task == "count"]
+        found.extend(collect(pool, policy(8), JOBS, stop=lambda: bool(found)))
+    assert sorted(rollout.number for rollout in found) == [job.number for job in JOBS if job.context.task == "count"]
 
 
 def test_costs_are_counted() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collecting_runs import ENV, make_trouble
+from collecting_runs import ENV, EVER, make_trouble
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
 from pirl.data.robots import get_robot
@@ -114,7 +114,7 @@ def test_lost_episodes_stay_lost(
 ) -> None:
     """They are counted, and not tried again by the run that goes on: it would be another one."""
     made = collector(pool, tmp_path, retries=0)
-    make_trouble(monkeypatch, tmp_path, "raise", 1)
+    make_trouble(monkeypatch, tmp_path, fail=1)
     with pytest.warns(PirlWarning, match="going on without it"), pytest.raises(CollectionStoppedError):
         gather(made, after(4))
     state = made.state()
@@ -131,7 +131,7 @@ def test_a_broken_environment_is_tried_again_when_it_is_repaired(
     pool: LocalPool, tmp_path: Path, whole: dict[int, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = collector(pool, tmp_path, retries=0)
-    make_trouble(monkeypatch, tmp_path, "raise", 0, until=10**6)
+    make_trouble(monkeypatch, tmp_path, fail=EVER)
     with pytest.warns(PirlWarning), pytest.raises(EnvError, match="the cable was pulled"):
         gather(made)
     state = made.state()
@@ -148,7 +148,7 @@ def test_one_that_is_left_and_lost_is_no_broken_environment(
     made.collect(JOBS[:5], jnp.float32(0.2), never, lambda _: None)
     again = collector(pool, tmp_path, retries=0)
     again.restore(made.state())
-    make_trouble(monkeypatch, tmp_path, "raise", 0, until=10**6)
+    make_trouble(monkeypatch, tmp_path, fail=EVER)
     with pytest.warns(PirlWarning, match="going on without it"):
         assert len(gather(again)) == 5
 

@@ -23,6 +23,7 @@ import pirl
 from pirl.errors import PirlError, PirlWarning, did_you_mean
 
 VERBS = {
+    "demo": "the whole way once, on a laptop: record, imitate, improve, evaluate, report",
     "train": "train a policy: a recipe or a YAML file, changed by flags",
     "eval": "how often a checkpoint succeeds in its environment, with videos",
     "report": "one page about a run, or about several side by side",

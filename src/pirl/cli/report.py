@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from pirl.errors import PirlWarning
     from pirl.recipes import ALIASES, get_config, list_configs
     from pirl.report.page import build_page, write_page
-    from pirl.report.run import read_run
+    from pirl.report.run import read_runs
     from pirl.report.scales import size
 
-    runs = [read_run(path) for path in args.runs]
+    runs = read_runs(args.runs)
     recipes = {name: to_dict(get_config(name)) for name in (*list_configs(), *ALIASES)}
     page = build_page(runs, recipes)
     file = write_page(args.out or (runs[0].folder / FILE if len(runs) == 1 else Path(FILE)), page)

@@ -45,6 +45,8 @@ class DataConfig:
     (step_penalty); auto: as recorded, else an error."""
     success_file: str | None = None
     """JSON that says which episodes of the one dataset succeeded, for sparse_success and step_penalty."""
+    successes_only: bool = False
+    """Leave out episodes that did not succeed: filtered imitation, the baseline that RL has to beat."""
     boundary: Boundary = "pad"
     """What the critic learns where an episode ends in a chunk: from the part that happened (pad), or nothing (drop)."""
     critic_horizon: int | None = None

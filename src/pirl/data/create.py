@@ -10,7 +10,7 @@ from pirl import names
 from pirl.data import lerobot, synthetic, video
 from pirl.data.cache import CacheConfig
 from pirl.data.config import DataConfig
-from pirl.data.dataset import LeRobotSource, MixedSource
+from pirl.data.dataset import LeRobotSource, MixedSource, SuccessfulSource
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import NormStats, load_norm_stats
 from pirl.data.outcomes import OutcomeRule
@@ -48,6 +48,8 @@ def create_acrlpd_data_loader(
     if height != width:
         raise ConfigError(f"the model's pictures are {height}x{width}", hint="datasets are read for square pictures")
     source = create_source(config, transform.robot, image_size=height) if config.repo_ids else None
+    if source is not None and config.successes_only:
+        source = SuccessfulSource(source)
     return ACRLPDDataLoader(
         source,
         transform,

@@ -174,6 +174,57 @@ class MixedSource:
         return self.sources[which], index - int(self._ends[which]) + len(self.sources[which])
 
 
+class SuccessfulSource:
+    """Only the successful episodes of a source: what filtered imitation learns from."""
+
+    def __init__(self, source: EpisodeSource) -> None:
+        self.source = source
+        self._kept = [index for index in range(len(source)) if source.episode(index).success]
+        if not self._kept:
+            raise DataError(
+                f"none of {len(source)} episodes is known to have succeeded",
+                hint="check the outcomes with `pirl inspect data`, or train on all episodes",
+            )
+        self.letterbox = bool(getattr(source, "letterbox", False))
+
+    @property
+    def weights(self) -> Float[np.ndarray, "E"] | None:
+        """Probability of each episode, where the source says."""
+        weights = getattr(self.source, "weights", None)
+        return None if weights is None else weights[self._kept] / weights[self._kept].sum()
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "E"]:
+        """Number of steps of each episode."""
+        return self.source.lengths[self._kept]
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The cameras of the source."""
+        return self.source.cameras
+
+    @property
+    def frame_sizes(self) -> dict[str, tuple[int, int]]:
+        """Height and width of the pictures of each camera."""
+        return frame_sizes(self.source)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether asking for pictures means decoding."""
+        return bool(getattr(self.source, "decodes", False))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def episode(self, index: int) -> Episode:
+        """Low-dimensional data of one episode."""
+        return self.source.episode(self._kept[index])
+
+    def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
+        """Pictures of one episode."""
+        return self.source.frames(self._kept[index])
+
+
 def frame_sizes(source: EpisodeSource) -> dict[str, tuple[int, int]]:
     """Height and width of the pictures of each camera; a source that does not say is asked for its first pictures."""
     sizes = getattr(source, "frame_sizes", None)

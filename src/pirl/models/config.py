@@ -12,6 +12,7 @@ from pirl.names import CAMERAS
 
 Remat = Literal["none", "names", "dots", "full"]
 DType = Literal["bfloat16", "float32"]
+Attention = Literal["auto", "plain", "xla", "cudnn"]
 FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
 """full: everything trains. lora: OpenPI's rule (adapters, SigLIP and heads train; the transformers that carry adapters
 do not). vlm_frozen: the action expert and the heads train. expert_only: only the expert's transformer trains."""
@@ -127,6 +128,9 @@ class Pi0Config:
     remat: Remat = "full"
     """What the backward pass recomputes per block: `full` everything, `dots` all but matrix products without a batch
     dimension, `names` all but the largest projections, `none` nothing. Less recomputation is faster and larger."""
+    attention: Attention = "auto"
+    """How attention is computed. `plain`: logits in memory, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
+    bfloat16). `xla`: jax's own, for any device. `auto`: cudnn where it can run, else plain. Only rounding differs."""
     feature_layer: int = -1
     """The critic reads the input of this VLM layer (-1: of the last). `depth` means the final norm's output, which
     only a pretrained VLM has trained: π₀'s own loss gives nothing after the last layer's keys and values a gradient."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from pirl.models.params import Params
-from pirl.models.policy import FlowPolicy
+from pirl.models.policy import FlowPolicy, Preparing
 
 Velocity = Callable[[Array, Array], Array]
 """(x_t [B, N, H, A], t [B, N]) -> dx/dt [B, N, H, A]."""
@@ -98,7 +98,14 @@ def sample(
     num_steps: int | Int[Array, ""] = 10,
 ) -> Float[Array, "B N H A"]:
     """N chunks per observation from given noise; deterministic."""
-    return euler(lambda x, t: policy.velocity(params, context, x, t), noise, num_steps)
+    return euler(field(policy, params, context), noise, num_steps)
+
+
+def field(policy: FlowPolicy, params: Params, context: Any) -> Velocity:
+    """The policy's velocity at a context, for many evaluations without gradients."""
+    if isinstance(policy, Preparing):
+        return policy.field(params, context)
+    return lambda x, t: policy.velocity(params, context, x, t)
 
 
 def guided(conditional: Velocity, unconditional: Velocity, scale: float | Float[Array, ""]) -> Velocity:

@@ -6,7 +6,7 @@ computed once (`encode_prefix`) and the suffix runs against them as often as wan
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import rematerialised
+from pirl.models.remat import over_layers
 
 MASKED = -2.3819763e38
 """Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
@@ -82,12 +83,11 @@ class Rotation(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What the VLM leaves behind: per layer keys (after RoPE) and values, features for a critic, its own output."""
+    """What the VLM leaves behind: per layer keys (after RoPE) and values, and features for a critic."""
 
     keys: Float[Array, "layers B P K h"]
     values: Float[Array, "layers B P K h"]
     features: Float[Array, "B P W"]
-    out: Float[Array, "B P W"]
 
 
 def encode_prefix(
@@ -97,29 +97,69 @@ def encode_prefix(
     mask: Bool[Array, "B P"],
     positions: Int[Array, "B P"],
 ) -> Prefix:
-    """Run the VLM over the prefix, in which every valid token attends to every other."""
-    depth = config.vlm.depth
-    feature_layer = config.feature_layer % depth if config.feature_layer < depth else depth
-    turn = rotation(positions, config.vlm.head_dim, limit=x.shape[1])
+    """Run the VLM over the prefix, in which every valid token attends to every other.
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        logits = jnp.einsum("btkgh,bskh->bkgts", _grouped(q, k), k, preferred_element_type=jnp.float32)
-        probs = jax.nn.softmax(jnp.where(mask[:, None, None, None, :], logits, MASKED), axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgts,bskh->btkgh", probs, v).reshape(q.shape)
+    With a fused kernel valid tokens must come first (`attention.real_first`). Of the last layer only keys and values
+    are read, unless features are its output: its attention and feed-forward, 1/18 of π₀'s VLM, are left out.
+    """
+    c = config.vlm
+    last = c.depth - 1
+    feature_layer = config.feature_layer % c.depth if config.feature_layer <= last else c.depth
+    turn = rotation(positions, c.head_dim, limit=x.shape[1])
+    attend = _prefix_attention(config, mask)
+    apart = isinstance(params["layers"], list)
+    layers: Any = params["layers"] if apart else expert_layers(params["layers"], 0)
+    skip = feature_layer <= last and c.depth > 1
+    # Where nothing is recomputed, or layers are apart, the last one is taken out of the loop: copying the others costs
+    # little, or nothing. Otherwise the loop goes over all of them, and decides as it runs.
+    peel = skip and (apart or config.remat == "none")
 
-    def block(carry: tuple[Array, Array], layer: tuple[Params, Array]) -> tuple[tuple[Array, Array], tuple]:
+    def begin(w: Params, x: Array) -> tuple[Array, Array, Array]:
+        h, _ = rms_norm(w["pre_attention_norm"], by_sample(x), None)
+        return h, *_keys_values(w["attn"], c, h, turn)
+
+    def block(carry: tuple[Array, Array | None], layer: tuple[Params, Any]) -> tuple[tuple, tuple[Array, Array]]:
         x, features = carry
-        weights, index = layer
-        features = jnp.where(index == feature_layer, jax.lax.stop_gradient(x), features)
-        x, kv = _block(weights, config.vlm, x, turn, attend, cond=None)
-        return (x, features), kv
+        w, index = layer
+        if features is not None:
+            features = jnp.where(index == feature_layer, jax.lax.stop_gradient(x), features)
+        # Cast before the branch, so that gradients leave it as they are and are widened as they are stored.
+        w = w | {name: jax.tree.map(lambda leaf: leaf.astype(x.dtype), w[name]) for name in ("attn", "mlp")}
+        h, k, v = begin(w, x)
 
-    layers = (_expert_layers(params["layers"], 0), jnp.arange(depth))
-    (x, features), (keys, values) = jax.lax.scan(rematerialised(block, config.remat), (x, jnp.zeros_like(x)), layers)
-    out, _ = _rms_norm(params["final_norm"], x, None)
-    if feature_layer == depth:
-        features = jax.lax.stop_gradient(out)
-    return Prefix(keys, values, features, out)
+        def finish() -> Array:
+            attended = attend(_queries(w["attn"], c, h, turn), k, v)
+            return _after_attention(w, c, by_sample(x), attended, gate=None, cond=None)
+
+        x = jax.lax.cond(index < last, finish, lambda: x) if skip and not peel else finish()
+        return (x, features), (k, v)
+
+    looped: Any = list(zip(layers, range(c.depth), strict=True)) if apart else (layers, jnp.arange(c.depth))
+    if peel:
+        looped = looped[:-1] if apart else jax.tree.map(lambda leaf: leaf[:-1], looped)
+    carry = (x, jnp.zeros_like(x) if feature_layer < last else None)
+    (x, features), (keys, values) = over_layers(block, carry, looped, config.remat)
+    if peel:
+        _, k, v = begin(layers[-1] if apart else jax.tree.map(lambda leaf: leaf[-1], layers), x)
+        keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
+    if feature_layer == c.depth:
+        x, _ = rms_norm(params["final_norm"], x, None)
+    return Prefix(keys, values, jax.lax.stop_gradient(x) if features is None else features)
+
+
+def _prefix_attention(config: Pi0Config, mask: Bool[Array, "B P"]) -> Callable[[Array, Array, Array], Array]:
+    """Attention of the prefix to itself, by the program that the configuration and the device allow."""
+    how = attention.kernel(config, config.vlm.head_dim)
+    if how is not None:
+        real = attention.lengths(mask)
+        return lambda q, k, v: attention.fused(how, q, k, v, lengths=real)
+
+    def plain(q: Array, k: Array, v: Array) -> Array:
+        logits = jnp.einsum("btkgh,bskh->bkgts", grouped(q, k), k, preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.where(mask[:, None, None, None, :], logits, MASKED), axis=-1).astype(v.dtype)
+        return checkpoint_name(jnp.einsum("bkgts,bskh->btkgh", probs, v).reshape(q.shape), "attention")
+
+    return plain
 
 
 class Suffix(NamedTuple):
@@ -145,9 +185,9 @@ def run_suffix(
     Each suffix attends to the prefix and to itself. The softmax spans both, so the two groups of logits are joined
     before it and separated after it.
     """
+    c = config.expert
     (batch, prefix_len), length = prefix_mask.shape, x.shape[2]
-    positions = prefix_mask.sum(-1)[:, None] + jnp.arange(length)
-    turn = rotation(positions[:, None, :], config.expert.head_dim, limit=prefix_len + length)
+    turn = suffix_rotation(config, prefix_mask, length)
     to_prefix = jnp.broadcast_to(prefix_mask[:, None, :], (batch, length, prefix_len))
     to_suffix = jnp.broadcast_to(suffix_mask, (batch, length, length))
     allowed = jnp.concatenate([to_prefix, to_suffix], axis=-1)[:, None, None, None]
@@ -156,28 +196,37 @@ def run_suffix(
         weights, prefix_k, prefix_v = layer
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            grouped = _grouped(q, k)
+            q_by_key = grouped(q, k)
             logits = jnp.concatenate(
                 [
-                    jnp.einsum("bntkgh,bskh->bnkgts", grouped, prefix_k, preferred_element_type=jnp.float32),
-                    jnp.einsum("bntkgh,bnskh->bnkgts", grouped, k, preferred_element_type=jnp.float32),
+                    jnp.einsum("bntkgh,bskh->bnkgts", q_by_key, prefix_k, preferred_element_type=jnp.float32),
+                    jnp.einsum("bntkgh,bnskh->bnkgts", q_by_key, k, preferred_element_type=jnp.float32),
                 ],
                 axis=-1,
             )
             probs = jax.nn.softmax(jnp.where(allowed, logits, MASKED), axis=-1).astype(v.dtype)
             out = jnp.einsum("bnkgts,bskh->bntkgh", probs[..., :prefix_len], prefix_v)
             out += jnp.einsum("bnkgts,bnskh->bntkgh", probs[..., prefix_len:], v)
-            return out.reshape(q.shape)
+            return checkpoint_name(out.reshape(q.shape), "attention")
 
-        return _block(weights, config.expert, x, turn, attend, cond)
+        x = by_sample(x)
+        h, gate = rms_norm(weights["pre_attention_norm"], x, cond)
+        q, (k, v) = _queries(weights["attn"], c, h, turn), _keys_values(weights["attn"], c, h, turn)
+        return _after_attention(weights, c, x, attend(q, k, v), gate=gate, cond=cond), (k, v)
 
-    layers = (_expert_layers(params["layers"], 1), keys, values)
-    x, (own_keys, own_values) = jax.lax.scan(rematerialised(block, config.remat), x, layers)
-    out, _ = _rms_norm(params["final_norm_1"], x, cond)
+    layers = (expert_layers(params["layers"], 1), keys, values)
+    x, (own_keys, own_values) = over_layers(block, x, layers, config.remat)
+    out, _ = rms_norm(params["final_norm_1"], x, cond)
     return Suffix(out, own_keys, own_values)
 
 
-def _expert_layers(layers: Params, expert: int) -> Params:
+def suffix_rotation(config: Pi0Config, prefix_mask: Bool[Array, "B P"], length: int, start: int = 0) -> Rotation:
+    """Positions of suffix tokens, which go on where the real tokens of the prefix end; the same for all candidates."""
+    positions = prefix_mask.sum(-1)[:, None] + jnp.arange(start, start + length)
+    return rotation(positions[:, None, :], config.expert.head_dim, limit=prefix_mask.shape[1] + start + length)
+
+
+def expert_layers(layers: Params, expert: int) -> Params:
     """The stacked weights of one expert, under names without its suffix."""
     suffix = "" if expert == 0 else "_1"
     return {
@@ -186,29 +235,32 @@ def _expert_layers(layers: Params, expert: int) -> Params:
     }
 
 
-def _block(
+def _queries(w: Params, config: GemmaConfig, h: Float[Array, "... T W"], turn: Rotation) -> Array:
+    q = _einsum("...td,ndh->...tnh", h, w["q_einsum"], config.attn_lora)
+    return checkpoint_name(rope(q, turn) * config.head_dim**-0.5, "qkv")
+
+
+def _keys_values(w: Params, config: GemmaConfig, h: Float[Array, "... T W"], turn: Rotation) -> tuple[Array, Array]:
+    k, v = _einsum("...td,ckdh->c...tkh", h, w["kv_einsum"], config.attn_lora)
+    return checkpoint_name(rope(k, turn), "qkv"), checkpoint_name(v, "qkv")
+
+
+def _after_attention(
     w: Params,
     config: GemmaConfig,
     x: Float[Array, "... T W"],
-    turn: Rotation,
-    attend: Callable[[Array, Array, Array], Array],
+    attended: Float[Array, "... T n h"],
+    *,
+    gate: Array | None,
     cond: Float[Array, "... W"] | None,
-) -> tuple[Array, tuple[Array, Array]]:
-    """Norm, attention, residual, norm, gated feed-forward, residual. Returns the block's keys and values as well."""
-    x = by_sample(x)
-    h, gate = _rms_norm(w["pre_attention_norm"], x, cond)
-    q = _einsum("...td,ndh->...tnh", h, w["attn"]["q_einsum"], config.attn_lora)
-    k, v = _einsum("...td,ckdh->c...tkh", h, w["attn"]["kv_einsum"], config.attn_lora)
-    q = checkpoint_name(_rope(q, turn) * config.head_dim**-0.5, "qkv")
-    k, v = checkpoint_name(_rope(k, turn), "qkv"), checkpoint_name(v, "qkv")
-    attended = checkpoint_name(attend(q, k, v), "attention")
-    out = _einsum("...tnh,nhd->...td", attended, w["attn"]["attn_vec_einsum"], config.attn_lora)
-    x = _residual(x, out, gate)
-    h, gate = _rms_norm(w["pre_ffw_norm"], x, cond)
-    return _residual(x, _feed_forward(w["mlp"], h), gate), (k, v)
+) -> Float[Array, "... T W"]:
+    """The rest of a block: output projection, residual, norm, gated feed-forward, residual."""
+    x = residual(x, _einsum("...tnh,nhd->...td", attended, w["attn"]["attn_vec_einsum"], config.attn_lora), gate)
+    h, gate = rms_norm(w["pre_ffw_norm"], x, cond)
+    return residual(x, _feed_forward(w["mlp"], h), gate)
 
 
-def _rms_norm(
+def rms_norm(
     params: Params, x: Float[Array, "... T W"], cond: Float[Array, "... W"] | None
 ) -> tuple[Float[Array, "... T W"], Float[Array, "... 1 W"] | None]:
     """RMS norm with statistics in float32. With a condition: adaptive scale and shift, and a gate for the residual."""
@@ -223,7 +275,7 @@ def _rms_norm(
     return (normed * (1 + scale.astype(jnp.float32)) + shift).astype(x.dtype), gate
 
 
-def _residual(x: Array, branch: Array, gate: Array | None) -> Array:
+def residual(x: Array, branch: Array, gate: Array | None) -> Array:
     return x + branch if gate is None else x + branch * gate
 
 
@@ -240,14 +292,14 @@ def rotation(positions: Int[Array, "... T"], head_dim: int, limit: int) -> Rotat
     return Rotation(sin[positions][..., None, :], cos[positions][..., None, :])
 
 
-def _rope(x: Float[Array, "... T n h"], rotation: Rotation) -> Float[Array, "... T n h"]:
+def rope(x: Float[Array, "... T n h"], rotation: Rotation) -> Float[Array, "... T n h"]:
     """Rotary positions: the two halves of a head (not neighbouring pairs) are rotated, in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     sin, cos = rotation
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _grouped(q: Float[Array, "... T n h"], k: Float[Array, "... S K h"]) -> Float[Array, "... T K g h"]:
+def grouped(q: Float[Array, "... T n h"], k: Float[Array, "... S K h"]) -> Float[Array, "... T K g h"]:
     """Query heads arranged by the key/value head they share."""
     return q.reshape(*q.shape[:-2], k.shape[-2], -1, q.shape[-1])
 

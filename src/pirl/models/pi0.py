@@ -8,6 +8,7 @@
 time through adaptive norms. All else is shared. `flow.py` makes the loss and the sampler from these two calls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pirl.errors import ConfigError
-from pirl.models import gemma, preprocess, siglip
+from pirl.models import attention, expert, gemma, preprocess, siglip
 from pirl.models.config import Pi0Config
 from pirl.models.observation import Observation
 from pirl.models.params import Leaf, Params, initialize, lecun_normal, prefixed, shapes_of, zeros
@@ -40,8 +41,6 @@ class Context:
     """Positions of the prefix tokens; padding does not advance them."""
     features: Float[Array, "B P W"]
     """Hidden states at `config.feature_layer`, with no gradient into the VLM."""
-    out: Float[Array, "B P W"]
-    """The VLM's own output (unused by π₀; free if unused)."""
     state: Float[Array, "B S"]
     """Proprioception."""
 
@@ -79,6 +78,8 @@ class Pi0:
         """Run SigLIP and the VLM once. Pictures may be raw (uint8, any size) or prepared."""
         config = self.config
         x, mask = embed_prefix(params, config, self.prepare(observation))
+        if attention.kernel(config, config.vlm.head_dim) is not None:
+            x, mask = attention.real_first(x, mask)
         # Padding does not advance positions, so leaving it out changes nothing.
         positions = jnp.cumsum(mask, axis=1) - 1
         prefix = gemma.encode_prefix(params["PaliGemma"]["llm"], config, x, mask, positions)
@@ -88,7 +89,6 @@ class Pi0:
             mask=mask,
             positions=positions,
             features=prefix.features,
-            out=prefix.out,
             state=jnp.asarray(observation.state),
         )
 
@@ -98,6 +98,35 @@ class Pi0:
         """dx/dt at N noisy chunks per observation."""
         suffix = run_expert(params, self.config, context, x_t, t)
         return _linear(params["action_out_proj"], suffix.out[:, :, -x_t.shape[2] :])
+
+    def field(self, params: Params, context: Context) -> Callable[[Array, Array], Array]:
+        """`velocity` at this context, for many evaluations: what they share is computed here, once. No gradients."""
+        config = self.config
+        params, context = jax.lax.stop_gradient((params, context))
+        llm = params["PaliGemma"]["llm"]
+        layers = llm["expert"] if "expert" in llm else expert.pack(llm["layers"], config)
+        state = None if config.pi05 else _linear(params["state_proj"], context.state)[:, None, None]
+        run = expert.prepared(layers, llm["final_norm_1"], config, context.keys, context.values, context.mask, state)
+
+        def velocity(x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]) -> Float[Array, "B N H A"]:
+            actions, cond = embed_actions(params, config, x_t, t)
+            return _linear(params["action_out_proj"], run(actions, cond))
+
+        return velocity
+
+    def for_inference(self, params: Params) -> Params:
+        """The same weights for `encode` and `field` alone: layers apart, the expert's packed, in the compute type.
+
+        Out of stacked weights each call cuts and casts every layer anew, which at small batches is most of its time.
+        """
+        dtype, vision = jnp.dtype(self.config.dtype), params["PaliGemma"]["img"]
+        llm = params["PaliGemma"]["llm"]
+        blocks = vision["Transformer"] | {"encoderblock": expert.apart(vision["Transformer"]["encoderblock"], dtype)}
+        llm = llm | {
+            "layers": expert.apart(gemma.expert_layers(llm["layers"], 0), dtype),
+            "expert": expert.pack(llm["layers"], self.config),
+        }
+        return params | {"PaliGemma": {"img": vision | {"Transformer": blocks}, "llm": llm}}
 
 
 def declare(config: Pi0Config) -> dict[str, Leaf]:
@@ -154,21 +183,31 @@ def embed_suffix(
     params: Params, config: Pi0Config, state: Float[Array, "B S"], x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
 ) -> tuple[Float[Array, "B N T W"], Bool[Array, "T T"], Float[Array, "B N W"] | None]:
     """Suffix tokens, which of them may attend to which, and the condition of the adaptive norms (π₀.₅ only)."""
-    actions = _linear(params["action_in_proj"], x_t)
-    time = embed_time(t, config.expert.width)
+    actions, cond = embed_actions(params, config, x_t, t)
     horizon = x_t.shape[2]
     if config.pi05:
-        cond = jax.nn.silu(_linear(params["time_mlp_in"], time))
-        cond = jax.nn.silu(_linear(params["time_mlp_out"], cond))
         return actions, jnp.ones((horizon, horizon), bool), cond
-    time = jnp.broadcast_to(time[:, :, None], actions.shape)
-    actions = jax.nn.silu(_linear(params["action_time_mlp_in"], jnp.concatenate([actions, time], axis=-1)))
-    actions = _linear(params["action_time_mlp_out"], actions)
     token = _linear(params["state_proj"], state)[:, None, None]
     x = jnp.concatenate([jnp.broadcast_to(token, (*actions.shape[:2], 1, token.shape[-1])), actions], axis=2)
     # The state attends to itself alone, actions to everything.
     mask = jnp.ones((horizon + 1, horizon + 1), bool).at[0, 1:].set(False)
     return x, mask, None
+
+
+def embed_actions(
+    params: Params, config: Pi0Config, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+) -> tuple[Float[Array, "B N H W"], Float[Array, "B N W"] | None]:
+    """Tokens of the noisy actions, and the condition of the adaptive norms (π₀.₅ only)."""
+    actions = _linear(params["action_in_proj"], x_t)
+    time = embed_time(t, config.expert.width)
+    if config.pi05:
+        cond = jax.nn.silu(_linear(params["time_mlp_in"], time))
+        return actions, jax.nn.silu(_linear(params["time_mlp_out"], cond))
+    # OpenPI multiplies [actions, time] by one matrix. Its half for the time is the same for all steps of a chunk.
+    first, width = params["action_time_mlp_in"], actions.shape[-1]
+    hidden = by_sample(actions @ first["kernel"][:width])
+    hidden += (time @ first["kernel"][width:] + first["bias"])[:, :, None]
+    return _linear(params["action_time_mlp_out"], jax.nn.silu(hidden)), None
 
 
 def run_expert(

@@ -1,5 +1,6 @@
 """The contract of a flow policy: encode once, flow many times."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
@@ -46,3 +47,11 @@ class Conditionable(Protocol):
     @property
     def condition_path(self) -> str:
         """Path of that bias. It is one that noisy chunks pass by, and that `encode` does not read."""
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A policy that can prepare for many evaluations of its field at one context, as sampling makes them."""
+
+    def field(self, params: Params, context: Any) -> Callable[[Array, Array], Array]:
+        """`velocity` as a function of (x_t, t) alone, with all that does not depend on them computed beforehand."""

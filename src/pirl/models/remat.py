@@ -1,16 +1,33 @@
-"""What the backward pass recomputes: rematerialisation of one transformer block inside a scan."""
+"""Block after block, and what the backward pass recomputes of each."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from pirl.models.attention import FUSED_FORWARD
 from pirl.models.config import Remat
 
 Block = Callable[..., Any]
 
 SAVED_NAMES = ("gate", "up", "qkv", "attention", "vision_qkv", "vision_up")
 """`checkpoint_name`s of the projections that cost most to recompute."""
+
+
+def over_layers(block: Block, carry: Any, layers: Any, remat: Remat) -> tuple[Any, Any]:
+    """(last carry, stacked outputs) of block(carry, layer) for each layer: a scan over layers that are stacked.
+
+    A list of layers is for inference, where it spares the scan's copy of each layer's weights: blocks follow one
+    another in the program, and nothing is recomputed because there is no backward pass.
+    """
+    if not isinstance(layers, list):
+        return jax.lax.scan(rematerialised(block, remat), carry, layers)
+    outs = []
+    for layer in layers:
+        carry, out = block(carry, layer)
+        outs.append(out)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
 def rematerialised(block: Block, remat: Remat) -> Block:
@@ -21,7 +38,12 @@ def rematerialised(block: Block, remat: Remat) -> Block:
     policy = {
         "full": policies.nothing_saveable,
         "dots": policies.dots_with_no_batch_dims_saveable,
-        "names": policies.save_only_these_names(*SAVED_NAMES),
+        "names": policies.save_from_both_policies(policies.save_only_these_names(*SAVED_NAMES), _fused_attention),
     }[remat]
     # Inside a scan no common subexpressions can be merged across iterations, so the barrier is not needed.
     return jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+
+def _fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keep what a fused kernel leaves: its output alone would not do, the backward kernel needs the normaliser too."""
+    return bool(primitive.name == FUSED_FORWARD)

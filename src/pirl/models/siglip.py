@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from pirl.models import attention
 from pirl.models.config import Pi0Config, SigLIPConfig
 from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixed, xavier_uniform, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import rematerialised
+from pirl.models.remat import over_layers
 
 
 def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[str, Leaf]:
@@ -49,13 +50,15 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
     x = x @ kernel.reshape(-1, kernel.shape[-1]) + params["embedding"]["bias"]
     x = (x + params["pos_embedding"]).astype(dtype)
 
+    how = attention.kernel(config, config.vision.width // config.vision.num_heads)
+
     def block(x: Array, w: Params) -> tuple[Array, None]:
         x = by_sample(x)
-        x = x + _attention(w["MultiHeadDotProductAttention_0"], _layer_norm(w["LayerNorm_0"], x))
+        x = x + _attention(w["MultiHeadDotProductAttention_0"], _layer_norm(w["LayerNorm_0"], x), how)
         h = checkpoint_name(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
         return x + _dense(w["MlpBlock_0"]["Dense_1"], jax.nn.gelu(h, approximate=True)), None
 
-    x, _ = jax.lax.scan(rematerialised(block, config.remat), x, params["Transformer"]["encoderblock"])
+    x, _ = over_layers(block, x, params["Transformer"]["encoderblock"], config.remat)
     return by_sample(_dense(params["head"], _layer_norm(params["Transformer"]["encoder_norm"], by_sample(x))))
 
 
@@ -81,14 +84,17 @@ def _dense(params: Params, x: Float[Array, "B P I"]) -> Float[Array, "B P O"]:
     return x @ params["kernel"].astype(x.dtype) + params["bias"].astype(x.dtype)
 
 
-def _attention(params: Params, x: Float[Array, "B P W"]) -> Float[Array, "B P W"]:
+def _attention(params: Params, x: Float[Array, "B P W"], how: attention.Kernel | None) -> Float[Array, "B P W"]:
     def project(name: str) -> Array:
         w = params[name]
         return jnp.einsum("bpd,dnh->bpnh", x, w["kernel"].astype(x.dtype)) + w["bias"].astype(x.dtype)
 
     q, k, v = (checkpoint_name(project(name), "vision_qkv") for name in ("query", "key", "value"))
-    # Unlike Gemma's, this softmax is taken in the activations' type.
-    logits = jnp.einsum("bqnh,bknh->bnqk", q / jnp.sqrt(q.shape[-1]).astype(q.dtype), k)
-    out = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits, axis=-1), v)
+    if how is None:
+        # Unlike Gemma's, this softmax is taken in the activations' type.
+        logits = jnp.einsum("bqnh,bknh->bnqk", q / jnp.sqrt(q.shape[-1]).astype(q.dtype), k)
+        out = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits, axis=-1), v)
+    else:
+        out = attention.fused(how, q, k, v, scale=q.shape[-1] ** -0.5)
     out = jnp.einsum("bqnh,nhd->bqd", out, params["out"]["kernel"].astype(x.dtype))
     return out + params["out"]["bias"].astype(x.dtype)

@@ -7,7 +7,7 @@ their width (`non-scaling-stroke`), and dots are strokes of no length with round
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float64, Int
@@ -22,7 +22,7 @@ MOST_POINTS = 400
 DOTS_UP_TO = 24
 """Curves of at most so many points show each as a dot."""
 SMOOTH_FROM = 40
-"""Curves of at least so many points get a smoothed one behind them."""
+"""Curves of at least so many points get a smoothed one besides."""
 _SIZE = 1000
 
 
@@ -63,14 +63,19 @@ class Chart:
     unit: str = ""
     x_unit: str = ""
     large: bool = False
+    """Over the whole width."""
+    legend: bool = True
+    """Without, the title must say it all."""
 
 
 def render(chart: Chart) -> Markup:
     """The chart as a figure."""
-    lines = [_thinned(line) for line in chart.lines]
+    lines = chart.lines
     seen = [values for line in lines for values in (line.y, *(line.band or ()))]
     y_axis = chart.y_axis or axis(np.concatenate(seen) if seen else np.zeros(0))
-    last = _last(chart.lines[0], chart.unit) if len(lines) == 1 else None
+    last = None if chart.legend else join(_last(line, chart.unit) for line in chart.lines)
+    runs = {line.run for line in lines}
+    hidden_with = f" r{runs.pop()}" if len(runs) == 1 else ""  # a chart of one run goes when that is hidden
     return element(
         "figure",
         element("figcaption", element("b", chart.title), last, element("small", chart.hint) if chart.hint else None),
@@ -88,8 +93,8 @@ def render(chart: Chart) -> Markup:
             role="img",
             aria_label=_summary(chart),
         ),
-        _legend(chart) if len(lines) > 1 else None,
-        class_="chart large" if chart.large else "chart",
+        _legend(chart) if chart.legend else None,
+        class_=f"chart{' large' if chart.large else ''}{hidden_with}",
         data_tips=_tips(lines, chart),
     )
 
@@ -110,25 +115,28 @@ def _svg(lines: Sequence[Line], x_axis: Axis, y_axis: Axis) -> Markup:
 
 
 def _curves(line: Line, x_axis: Axis, y_axis: Axis) -> Markup:
-    """The curve, its dots, and the smoothed one behind it."""
-    x, style = x_axis.place(line.x), f"c{line.colour % COLOURS} r{line.run}"
-    y = y_axis.place(line.y)
-    lone = {part[0] for part in _parts(y) if len(part) == 1}
-    dots = [i for i in range(len(y)) if math.isfinite(y[i]) and (len(y) <= DOTS_UP_TO or i in lone)]
-    dash = f" d{(line.dash + line.colour // COLOURS) % 4}"
+    """The curve as it is, its dots, and the smoothed one: pale and behind it, or in front of a very dense one."""
+    style, dash = f"c{line.colour % COLOURS} r{line.run}", f"d{(line.dash + line.colour // COLOURS) % 4}"
+    kept = thin_out(line.y)
+    x, y = x_axis.place(line.x[kept]), y_axis.place(line.y[kept])
+    dots = [part[0] for part in _parts(y) if len(part) == 1]  # points that no stroke reaches
+    if len(y) <= DOTS_UP_TO and not line.thin:
+        dots = np.flatnonzero(np.isfinite(y)).tolist()
+    soft = _path(x, y_axis.place(smooth(line.y)[kept]), "smooth", style) if len(line.y) >= SMOOTH_FROM else None
+    dense = len(kept) < len(line.y)
+    kind = f"line{' thin' if line.thin else ''}{' dense' if dense else ''}"
     return join(
-        _path(x, y_axis.place(smooth(line.y)), f"smooth {style}") if len(y) >= SMOOTH_FROM else None,
-        _path(x, y, f"line{' thin' if line.thin else ''}{dash} {style}"),
-        element("path", d="".join(f"M{_point(x[i], y[i])}h0" for i in dots), class_=f"dot {style}")
-        if dots and not (line.thin and not lone)
-        else None,
+        None if dense else soft,
+        _path(x, y, kind, f"{dash} {style}"),
+        soft if dense else None,  # the extremes of every stretch would bury it
+        element("path", d="".join(f"M{_point(x[i], y[i])}h0" for i in dots), class_=f"dot {style}") if dots else None,
     )
 
 
-def _path(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], style: str) -> Markup | None:
+def _path(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], kind: str, style: str) -> Markup | None:
     """A stroke through the finite points."""
     parts = [f"M{'L'.join(_point(x[i], y[i]) for i in part)}" for part in _parts(y) if len(part) > 1]
-    return element("path", d="".join(parts), class_=style) if parts else None
+    return element("path", d="".join(parts), class_=f"{kind} {style}") if parts else None
 
 
 def _band(line: Line, x_axis: Axis, y_axis: Axis) -> Markup | None:
@@ -172,19 +180,13 @@ def thin_out(y: Float64[np.ndarray, "n"], limit: int = MOST_POINTS) -> Int[np.nd
     if len(y) <= limit:
         return np.arange(len(y))
     keep = {0, len(y) - 1}
-    for stretch in np.array_split(np.arange(len(y)), limit // 3):
+    for stretch in np.array_split(np.arange(len(y)), (limit - 2) // 3):
         fine = stretch[np.isfinite(y[stretch])]
         if len(fine) < len(stretch):
             keep.add(int(stretch[~np.isfinite(y[stretch])][0]))
         if len(fine):
             keep |= {int(fine[np.argmin(y[fine])]), int(fine[np.argmax(y[fine])])}
     return np.array(sorted(keep))
-
-
-def _thinned(line: Line) -> Line:
-    kept = thin_out(line.y)
-    band = None if line.band is None else (line.band[0][kept], line.band[1][kept])
-    return replace(line, steps=line.steps[kept], x=line.x[kept], y=line.y[kept], band=band)
 
 
 def _labels(on: Axis, side: str, unit: str, first: str = "") -> Iterator[Markup]:
@@ -223,8 +225,8 @@ def _summary(chart: Chart) -> str:
 
     told = []
     for line in chart.lines:
-        fine = np.flatnonzero(np.isfinite(line.y))
-        if len(fine):
+        fine = np.flatnonzero(np.isfinite(line.y)).tolist()
+        if fine:
             told.append(f"{line.name} goes from {point(line, fine[0])} to {point(line, fine[-1])}")
         else:
             told.append(f"{line.name} has no finite value")
@@ -233,23 +235,13 @@ def _summary(chart: Chart) -> str:
 
 def _tips(lines: Sequence[Line], chart: Chart) -> str:
     """What the script shows at the pointer: names, and numbers only, which need no quotes."""
-    return json.dumps(
-        {
-            "unit": chart.unit,
-            "lines": [
-                [
-                    line.name,
-                    line.colour % COLOURS,
-                    line.run,
-                    [_short(x, 4) for x in chart.x_axis.place(line.x)],
-                    [int(step) for step in line.steps],
-                    [_digits(y) for y in line.y],
-                ]
-                for line in lines
-            ],
-        },
-        separators=(",", ":"),
-    )
+    told = []
+    for line in lines:
+        kept = thin_out(line.y)
+        places = [round(float(x), 4) for x in chart.x_axis.place(line.x[kept])]
+        steps, values = line.steps[kept].astype(int).tolist(), [_digits(y) for y in line.y[kept]]
+        told.append([line.name, line.colour % COLOURS, line.run, places, steps, values])
+    return json.dumps({"unit": chart.unit, "lines": told}, separators=(",", ":"))
 
 
 def _digits(value: float) -> float | int | None:
@@ -258,10 +250,6 @@ def _digits(value: float) -> float | int | None:
         return None
     short = float(f"{value:.4g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
-
-
-def _short(value: float, digits: int) -> float | None:
-    return round(float(value), digits) if math.isfinite(value) else None
 
 
 def _point(x: float, y: float) -> str:

@@ -80,7 +80,7 @@ def show(row: Row, names: Names, notes: list[str]) -> Markup:
         "div",
         element("h3", row.title),
         element("div", (_take(take, names, alike, notes) for take in row.takes), class_="reel"),
-        class_="row",
+        class_="row" if alike else "row alone",
     )
 
 

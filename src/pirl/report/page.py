@@ -127,14 +127,14 @@ def _switches(names: Sequence[str]) -> Markup:
 
 
 def _evaluations(runs: Sequence[Run]) -> list[tuple[int, Evaluation]]:
-    """Every evaluation once; those a run was compared with only where their own run does not tell of them."""
-    own = [(i, evaluation) for i, run in enumerate(runs) for evaluation in run.evaluations]
+    """Every evaluation once, with its run's colour; in grey those that runs of other pages were compared with."""
+    own = [(i % COLOURS, evaluation) for i, run in enumerate(runs) for evaluation in run.evaluations]
     asked = [evaluation.asked for _, evaluation in own]
     others = []
-    for i, evaluation in own:
+    for _, evaluation in own:
         if evaluation.other is not None and evaluation.other.asked not in asked:
             asked.append(evaluation.other.asked)
-            others.append((i, evaluation.other))
+            others.append((COLOURS - 1, evaluation.other))
     return [*others, *own]
 
 

@@ -39,6 +39,12 @@ def _each(*metrics: str) -> tuple[Panel, ...]:
 
 SUCCESS_RATES = ("eval/success_rate", "ript/success_rate", "online/success_rate")
 
+EVALUATED = (
+    Panel(metrics=("eval/return",), hint="mean return of the evaluated episodes"),
+    Panel(metrics=("eval/length",), hint="mean steps of the evaluated episodes"),
+)
+"""Shown below success."""
+
 SECTIONS = (
     Section(
         id="losses",
@@ -49,9 +55,9 @@ SECTIONS = (
             Panel(metrics=("actor/loss",), hint="what the actor minimises"),
             Panel(metrics=("actor/flow_loss",), hint="rising steadily: the actor leaves the data"),
             Panel(metrics=("critic/loss",), hint="hl_gauss has a floor of 1.20, not 0"),
-            Panel(metrics=("ript/loss",), hint="weighted by advantages: may be negative"),
-            Panel(metrics=("ript/flow_loss",), hint="towards the policy's own successful plans"),
-            Panel(metrics=("bc/loss",), hint="imitation beside RIPT"),
+            Panel(metrics=("ript/loss",), hint="what the rollouts' part minimises"),
+            Panel(metrics=("ript/flow_loss",), hint="near 0: the policy always does the same"),
+            Panel(metrics=("bc/loss",), hint="on demonstrations; rising: the policy leaves them"),
             Panel(metrics=("critic/calql",), hint="Cal-QL penalty"),
             Panel(metrics=("policy/loss_std",), hint="large: a few hard or broken samples"),
         ),
@@ -81,8 +87,8 @@ SECTIONS = (
             Panel(metrics=("actor/drift",), hint="distance of the policy to its average"),
             Panel(metrics=("actor/advantage",), hint="near 0"),
             Panel(metrics=("ript/drift",), hint="distance to the policy that rolled out"),
-            Panel(metrics=("ript/ess",), hint="effective sample size of the advantages", share=True),
-            Panel(metrics=("ript/negative_share",), hint="rows pushed away from", share=True),
+            Panel(metrics=("ript/ess",), hint="effective sample size of the weights", share=True),
+            Panel(metrics=("ript/negative_share",), hint="of the weights, those that push away", share=True),
             Panel(metrics=("ript/ratio",), hint="near 1"),
             Panel(metrics=("ript/ratio_clipped",), hint="high: the policy moved far in one round", share=True),
             *_each("policy/grad_norm", "actor/grad_norm", "critic/grad_norm", "ript/grad_norm"),
@@ -110,8 +116,6 @@ SECTIONS = (
             Panel(metrics=("ript/rows", "ript/collected_rows"), title="Rows of a round", hint="of a batch, and in all"),
             Panel(metrics=("ript/updates",), hint="updates of a round"),
             *_each("online/episodes", "online/env_steps", "online/replay_episodes"),
-            Panel(metrics=("eval/length",), hint="steps of an evaluated episode"),
-            Panel(metrics=("eval/return",), hint="return of an evaluated episode"),
         ),
     ),
     Section(
@@ -147,7 +151,8 @@ SECTIONS = (
     ),
 )
 
-_KNOWN = {name for section in SECTIONS for panel in section.panels for name in panel.metrics}
+_PANELS = (*EVALUATED, *(panel for section in SECTIONS for panel in section.panels))
+_KNOWN = {name for panel in _PANELS for name in panel.metrics}
 _KNOWN |= {*SUCCESS_RATES, "eval/success_low", "eval/success_high"}
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Float64
 
 from pirl.report.curves import Chart, Line, render
 from pirl.report.markup import Markup, element
-from pirl.report.panels import SUCCESS_RATES, Panel
+from pirl.report.panels import EVALUATED, SUCCESS_RATES, Panel
 from pirl.report.run import SUCCESS, SUCCESS_HIGH, SUCCESS_LOW, Run
 from pirl.report.scales import Axis, span
 
@@ -51,19 +51,24 @@ def success_chart(runs: Sequence[Run], names: Sequence[str], over: Steps) -> Ite
         unit=" %",
         x_unit=over.unit,
         large=True,
+        legend=len(runs) > 1 or len(lines) > 1,
     )
-    yield element("div", render(chart), class_="charts")
+    others = [panel for panel in EVALUATED if any(panel.metrics[0] in run.series for run in runs)]
+    more = (metric_chart(panel, runs, names, over) for panel in others)
+    yield element("div", render(chart), more, class_="charts")
 
 
 def metric_chart(panel: Panel, runs: Sequence[Run], names: Sequence[str], over: Steps) -> Markup:
     """One panel for all runs."""
+    lines = _lines(panel.metrics, runs, names, over, scale=100.0 if panel.share else 1.0)
     chart = Chart(
         title=panel.heading,
         hint=panel.hint,
-        lines=_lines(panel.metrics, runs, names, over, scale=100.0 if panel.share else 1.0),
+        lines=lines,
         x_axis=over.axis,
         unit=" %" if panel.share else "",
         x_unit=over.unit,
+        legend=len(runs) > 1 or len(lines) > 1,
     )
     return render(chart)
 

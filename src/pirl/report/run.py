@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ class Series:
     """NaN where it was not finite."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
     """What a run left behind, as far as it can be read."""
 
@@ -60,6 +60,11 @@ class Run:
 
     def _asked(self, key: str) -> Any:
         return self.evaluations[0].asked.get(key) if self.evaluations else None
+
+    @property
+    def only_evaluations(self) -> bool:
+        """Is it the folder of an evaluation, not of a run?"""
+        return bool(self.evaluations) and not self.series and not self.config
 
     @property
     def algorithm(self) -> str:
@@ -140,6 +145,22 @@ def read_run(path: Path) -> Run:
         first_batch=picture if picture.is_file() else None,
         notes=tuple(notes),
     )
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Several folders. One that holds only evaluations belongs to the run they judge, if that is named as well."""
+    found = [read_run(path) for path in paths]
+    trained = {(run.recipe, run.exp_name) for run in found if not run.only_evaluations}
+    runs = [run for run in found if not run.only_evaluations or (run.recipe, run.exp_name) not in trained]
+    for run in (run for run in found if run not in runs):
+        owner = next(i for i, one in enumerate(runs) if (one.recipe, one.exp_name) == (run.recipe, run.exp_name))
+        notes = tuple(f"{run.folder.name}/{note}" for note in run.notes)
+        runs[owner] = replace(
+            runs[owner],
+            evaluations=(*runs[owner].evaluations, *run.evaluations),
+            notes=(*runs[owner].notes, *notes),
+        )
+    return runs
 
 
 def _not_a_run(path: Path, folder: Path) -> CheckpointError:

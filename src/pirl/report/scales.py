@@ -55,7 +55,7 @@ def span(low: float, high: float, *, count: int = 5) -> Axis:
     return Axis(low=low, high=high, ticks=nice_ticks(low, high, count))
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
+def nice_ticks(low: int | float, high: int | float, count: int = 5) -> tuple[float, ...]:
     """At most `count` + 1 multiples of 1, 2, 2.5 or 5 times a power of ten, within the range."""
     if not (math.isfinite(low) and math.isfinite(high) and high > low):
         return (low,) if math.isfinite(low) else ()
@@ -73,7 +73,7 @@ def _log_axis(low: float, high: float, count: int) -> Axis:
     return Axis(low=float(f"1e{first}"), high=float(f"1e{last}"), log=True, ticks=ticks)
 
 
-def number(value: float, digits: int = 3) -> str:
+def number(value: int | float, digits: int = 3) -> str:
     """Three digits that count; thousands are grouped, the very small written with an exponent."""
     if not math.isfinite(value):
         return "–"
@@ -86,7 +86,7 @@ def number(value: float, digits: int = 3) -> str:
     return _trim(f"{value:.{max(0, digits - 1 - (math.floor(math.log10(size)) if size else 0))}f}")
 
 
-def tick(value: float) -> str:
+def tick(value: int | float) -> str:
     """As short as a label beside an axis has to be."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -98,12 +98,12 @@ def tick(value: float) -> str:
     return f"{value:.4g}"
 
 
-def percent(value: float) -> str:
+def percent(value: int | float) -> str:
     """A share in per cent, to a tenth."""
     return "–" if not math.isfinite(value) else f"{_trim(f'{100 * value:.1f}')} %"
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: int | float) -> str:
     """`45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 04 h`."""
     whole = timedelta(seconds=round(max(seconds, 0.0)))
     days, (hours, rest) = whole.days, divmod(whole.seconds, 3600)

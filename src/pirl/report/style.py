@@ -51,6 +51,7 @@ body{margin:0;background:var(--page);color:var(--text);font:15px/1.5 system-ui,-
  overflow-wrap:anywhere}
 main{max-width:1400px;margin:0 auto;padding:1rem clamp(.75rem,3vw,2rem) 3rem}
 h1{font-size:1.6rem;line-height:1.2;margin:.5rem 0 .25rem}
+section{scroll-margin-top:3rem}
 h2{font-size:1.2rem;margin:2.4rem 0 .2rem}
 h3{font-size:1rem;margin:1rem 0 .5rem}
 p{margin:.2rem 0 .8rem;max-width:90ch}
@@ -68,7 +69,7 @@ dd{margin:0}
 .runs{display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;position:sticky;top:0;z-index:2;padding:.5rem 0;
  background:var(--page)}
 .runs label{display:flex;align-items:center;gap:.4rem;cursor:pointer}
-.runs input{accent-color:var(--c);width:1.05rem;height:1.05rem;margin:0}
+.runs input{accent-color:var(--c);width:1.05rem;height:1.05rem;margin:0;flex:none}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,320px),1fr));gap:.75rem}
 .chart{margin:0;position:relative;min-width:0;padding-bottom:.6rem}
 .large{grid-column:1/-1}
@@ -92,6 +93,8 @@ path{fill:none;vector-effect:non-scaling-stroke;stroke-linejoin:round}
 .line{stroke:var(--c);stroke-width:1.7}
 .thin{stroke-width:1.1;opacity:.85}
 .smooth{stroke:var(--c);stroke-width:6;opacity:.2;stroke-linecap:round}
+.dense{stroke-width:1;opacity:.4}
+.dense+.smooth{stroke-width:2.5;opacity:1}
 .dot{stroke:var(--c);stroke-width:6;stroke-linecap:round}
 .band{fill:var(--c);opacity:.16}
 .d1{stroke-dasharray:6 4}.d2{stroke-dasharray:2 3}.d3{stroke-dasharray:9 3 2 3}
@@ -108,23 +111,28 @@ table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{text-align:left;vertical-align:top;padding:.4rem .8rem .4rem 0;border-bottom:1px solid var(--line)}
 tr:last-child>*{border-bottom:0}
 thead th{color:var(--soft);font-weight:500}
+td,thead th{overflow-wrap:break-word}
+td small,td b{white-space:nowrap}
+td code{overflow-wrap:anywhere}
 tbody th{font-weight:600}
 td{font-variant-numeric:tabular-nums}
 .range{position:relative;display:block;height:6px;min-width:90px;border-radius:3px;background:var(--line);
  margin:.3rem 0}
 .range i{position:absolute;top:0;bottom:0;border-radius:3px;background:var(--c);opacity:.45;min-width:2px}
 .range em{position:absolute;top:-3px;width:4px;height:12px;margin-left:-2px;border-radius:2px;background:var(--c)}
+.box+p{margin-top:.8rem}
 .good{color:var(--good)}.bad{color:var(--bad)}
-.reel{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(46%,200px),1fr));gap:.75rem}
+.reel{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(46%,160px),1fr));gap:.75rem}
 .film{margin:0;min-width:0}
-.film video{width:100%;display:block;border-radius:8px;background:#000;image-rendering:pixelated}
+.film video{width:100%;display:block;border-radius:8px;background:var(--line);image-rendering:pixelated}
 .film figcaption{display:block;font-size:.85rem;margin-top:.3rem}
 .film .whose,.badge{display:block}
 .badge{font-weight:600}.success{color:var(--good)}.failure{color:var(--bad)}
 .rows{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,560px),1fr));gap:1.2rem 2rem}
 .row{min-width:0}
-img{max-width:100%;height:auto;border-radius:6px;image-rendering:pixelated}
-.wide img{width:100%}
+.row.alone{grid-column:1/-1}
+img{max-width:100%;height:auto;border-radius:6px}
+.wide img{width:100%;image-rendering:pixelated}
 details{margin:.6rem 0}
 summary{cursor:pointer;font-weight:600}
 details>*+*{margin-top:.6rem}

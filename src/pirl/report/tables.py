@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pirl.config_io import ABSENT
+from pirl.report.curves import COLOURS
 from pirl.report.evaluations import Evaluation, Rate
 from pirl.report.markup import Child, Markup, element, join
 from pirl.report.naming import Names
@@ -107,7 +108,7 @@ def run_rows(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[Child, lis
 def _at(found: tuple[int, Rate] | None, colour: int) -> Markup:
     if found is None:
         return Markup("–")
-    return join(rate(found[1], colour % 6), element("small", f"step {found[0]:,}"))
+    return join(rate(found[1], colour % COLOURS), element("small", f"step {found[0]:,}"))
 
 
 def subtitle(runs: Sequence[Run]) -> str:
@@ -137,23 +138,25 @@ def facts(run: Run) -> Markup:
 
 
 def evaluation_tables(evaluations: Sequence[tuple[int, Evaluation]], called: Names) -> Iterator[Markup]:
-    """A table for every set of questions: tasks by policies. Then what paired comparisons say."""
+    """A table for every set of questions: tasks by policies. Then what paired comparisons say.
+
+    Evaluations come with the number of their colour.
+    """
     groups: dict[tuple[str, ...], list[tuple[int, Evaluation]]] = {}
-    for run, evaluation in evaluations:
-        groups.setdefault(evaluation.question, []).append((run, evaluation))
+    for colour, evaluation in evaluations:
+        groups.setdefault(evaluation.question, []).append((colour, evaluation))
     for group in groups.values():
         asked = group[0][1].asked
         env = asked.get("env")
         where = env.get("type", "") if isinstance(env, Mapping) else ""
         yield element("h3", f"{where} {asked.get('split', '')} states, {asked.get('episodes', '?')} episodes".strip())
-        names = called.policies([evaluation for _, evaluation in group])
+        columns = list(zip(called.policies([evaluation for _, evaluation in group]), group, strict=True))
         tasks = list(dict.fromkeys(task for _, evaluation in group for task in evaluation.tasks))
         rows: list[tuple[Child, list[Cell]]] = [
-            ("all tasks", [(name, rate(e.success, run % 6)) for name, (run, e) in zip(names, group, strict=True)])
+            ("all tasks", [(name, rate(one.success, colour)) for name, (colour, one) in columns])
         ]
         for task in tasks if len(tasks) > 1 else ():
-            cells = ((name, rate(e.tasks.get(task), run % 6)) for name, (run, e) in zip(names, group, strict=True))
-            rows.append((task, list(cells)))
+            rows.append((task, [(name, rate(one.tasks.get(task), colour)) for name, (colour, one) in columns]))
         yield element("div", table(rows, "task"), class_="box")
     for _, evaluation in evaluations:
         if evaluation.comparison is not None and evaluation.other is not None:
@@ -167,8 +170,8 @@ def _compared(one: str, other: str, found: Mapping[str, float]) -> str:
 
     return (
         f"{one} against {other}, state by state: {100 * found.get('difference', math.nan):+.1f} points, "
-        f"p = {found.get('p_value', math.nan):.2g} (McNemar, exact). Both succeed {count('both')} times, neither "
-        f"{count('neither')}, only the first {count('only_this')}, only the second {count('only_other')}."
+        f"p = {found.get('p_value', math.nan):.2g} (McNemar, exact). Both succeed on {count('both')}, neither on "
+        f"{count('neither')}, only the first on {count('only_this')}, only the second on {count('only_other')}."
     )
 
 

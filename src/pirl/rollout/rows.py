@@ -28,6 +28,8 @@ class PlanRows:
     """1 where a step of the plan was executed."""
     advantage: Float32[Array, "n"]
     """Of the row's episode within its group."""
+    acceptance: float = 1.0
+    """Share of the groups that told something: the others, left out, would have held the policy where it is."""
 
     def __len__(self) -> int:
         return len(self.advantage)
@@ -45,6 +47,7 @@ class PlanRows:
             "executed": self.executed[rows],
             "advantage": self.advantage[rows],
             "weight": weight,
+            "acceptance": np.full(size, self.acceptance, np.float32),
             "fresh": np.full(size, float(fresh), np.float32),
         }
 

@@ -132,9 +132,7 @@ def _pieces(model: Pi0Config, rule: FreezeRule, cameras: int, draws: int, batch:
 
     def expert(params: Params, cache: Any, rest: Any) -> Any:
         mask, positions, hidden, state, chunks, time = rest
-        context = Context(
-            keys=cache[0], values=cache[1], mask=mask, positions=positions, features=hidden, out=hidden, state=state
-        )
+        context = Context(keys=cache[0], values=cache[1], mask=mask, positions=positions, features=hidden, state=state)
         return Pi0(model).velocity(params, context, chunks, time)
 
     images = jax.ShapeDtypeStruct((batch * cameras, model.image_size, model.image_size, 3), jnp.float32)

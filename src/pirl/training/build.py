@@ -163,9 +163,12 @@ def build_acting(
             recorder = parts.enter_context(
                 RolloutRecorder(folder, info=pool.info, robot=config.robot, existing="append")
             )
+        policy = None
+        if config.acts and pool is not None:
+            policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
         yield (
-            build_stream(config, agent, transform, mesh, loader, replay, pool, recorder),
-            build_evaluator(config, agent, transform, pool),
+            build_stream(config, agent, transform, mesh, loader, replay, pool, policy=policy, recorder=recorder),
+            build_evaluator(config, agent, transform, pool, policy=policy),
         )
 
 
@@ -197,25 +200,27 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
 
 def build_chunk_policy(config: RLTrainConfig, agent: Agent, transform: Transform, *, best_of: int = 1) -> ChunkPolicy:
     """The agent, acting in as many environments as `rollout.num_envs`."""
-    act = agent.act
-    if best_of > 1:
-        if not isinstance(agent, ACRLPD):
-            raise ConfigError(
-                f"best of {best_of} without a critic", hint="only ACRLPD has one to choose with: best_of 1"
-            )
-        act = partial(agent.act, candidates=best_of)
+    if best_of > 1 and not isinstance(agent, ACRLPD):
+        raise ConfigError(f"best of {best_of} without a critic", hint="only ACRLPD has one to choose with: best_of 1")
+    act = partial(agent.act, candidates=best_of) if isinstance(agent, ACRLPD) else agent.act
     return ChunkPolicy(
         act, transform, batch_size=config.rollout.num_envs, execute=config.execute, cameras=config.cameras
     )
 
 
 def build_evaluator(
-    config: RLTrainConfig, agent: Agent, transform: Transform, pool: EnvPool | None
+    config: RLTrainConfig,
+    agent: Agent,
+    transform: Transform,
+    pool: EnvPool | None,
+    *,
+    policy: ChunkPolicy | None = None,
 ) -> Evaluator | None:
-    """Evaluation during training, if it is asked for."""
+    """Evaluation during training, if it is asked for. A policy that collects alike is used, and compiled once."""
     if config.evaluation is None or pool is None:
         return None
-    policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
+    if policy is None or config.evaluation.best_of != config.rollout.best_of:
+        policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
     return Evaluator(pool, policy, config.evaluation, key=_key(config, "eval"), retries=config.rollout.retries)
 
 
@@ -227,16 +232,17 @@ def build_stream(
     loader: ACRLPDDataLoader | None,
     replay: ReplayBuffer | None,
     pool: EnvPool | None,
+    *,
+    policy: ChunkPolicy | None = None,
     recorder: RolloutRecorder | None = None,
 ) -> Stream:
     """Batches of the kind the algorithm learns from."""
     if pool is None or not config.acts:
         assert loader is not None  # only RIPT does without, and it acts
         return DatasetStream(loader)
-    policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
     collector = Collector(
         pool,
-        policy,
+        policy or build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of),
         key=_key(config, "collect"),
         directory=config.run_dir / "rollouts",
         retries=config.rollout.retries,

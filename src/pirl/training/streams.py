@@ -7,6 +7,7 @@ weights alone, so what is missing is simply acted out.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -223,7 +224,7 @@ class GroupStream:
         full = [group for _, group in groups if len(group) == c.group_size]
         rewards = np.array([_successes(group) for group in full]).reshape(-1, c.group_size)
         chosen = np.flatnonzero(accepted(rewards))[: c.groups_per_iteration]
-        rows = self._rows([full[i] for i in chosen], rewards[chosen])
+        rows = self._rows([full[i] for i in chosen], rewards[chosen], float(accepted(rewards).mean()) if full else 0.0)
         updates = 0
         for batch in self._batches(step, rows):
             yield batch
@@ -268,16 +269,19 @@ class GroupStream:
         first = self._episodes + group * self._config.group_size
         return range(first, first + self._config.group_size)
 
-    def _rows(self, groups: list[list[Rollout]], rewards: Float[np.ndarray, "G K"]) -> PlanRows | None:
+    def _rows(
+        self, groups: list[list[Rollout]], rewards: Float[np.ndarray, "G K"], acceptance: float
+    ) -> PlanRows | None:
         if not groups:
             return None
         advantages = group_advantages(rewards, self._config.advantage)
         policy = self._collector.policy
         flat = [rollout for group in groups for rollout in group]
-        return plan_rows(policy.transform, flat, advantages.ravel().tolist(), policy.cameras)
+        rows = plan_rows(policy.transform, flat, advantages.ravel().tolist(), policy.cameras)
+        return replace(rows, acceptance=acceptance)
 
     def _batches(self, step: int, rows: PlanRows | None) -> Iterator[Any]:
-        fresh, limit = True, self._config.drift_limit
+        fresh, limit, self._drift = True, self._config.drift_limit, 0.0
         for epoch in range(0 if rows is None else self._config.epochs):
             rng = np.random.default_rng([self._seed, 2, step, epoch])
             for chosen, weight in minibatches(len(rows), self._batch_size, rng):  # type: ignore[arg-type]

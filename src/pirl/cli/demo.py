@@ -1,0 +1,172 @@
+"""`pirl demo`: the whole way on the tabletop, from imperfect demonstrations to a policy that succeeds."""
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NAME = "demo"
+HELP = """\
+Goes the whole way once, on the embedded tabletop, with a π₀ of 250,000 parameters: records imperfect demonstrations as
+a LeRobot dataset, clones them, improves the clone offline with Q-chunking (ACRLPD) and that online with groups of
+rollouts (RIPT), evaluates everything on the same fresh initial states, and writes a report with films of before and
+after. It needs a CPU with two cores and about ten minutes.
+
+Every stage is a pirl command, shown before it runs: the way to do it with one's own robot. Interrupted, the same
+command goes on where it was; what is there already is not done again."""
+EXAMPLES = """\
+examples:
+  pirl demo
+  pirl demo --folder /data/demo
+  pirl demo --quick                     two minutes: every stage is there, what is learned means little"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command, what it leaves behind, and how long it takes beside the others."""
+
+    title: str
+    command: tuple[str, ...]
+    product: Path
+    """There when the stage is done."""
+    done: bool
+    """Is it?"""
+    seconds: int
+    """Measured on two cores, for the time left."""
+    resumable: bool = False
+    """Takes `--resume` where it was begun."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the final table."""
+
+    name: str
+    evaluation: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl demo`."""
+    parser.add_argument("--folder", type=Path, default=Path("demo"), metavar="DIR", help="where all of it goes (demo)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps, in a folder of its own")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of demonstrations and training (0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Every stage that is not done yet, then the table."""
+    from pirl.cli.app import main
+
+    folder = args.folder.with_name(args.folder.name + "_quick") if args.quick else args.folder
+    stages, results = plan(folder, quick=args.quick, seed=args.seed)
+    missing = [stage for stage in stages if not stage.done]
+    pace = 1.0
+    for number, stage in enumerate(stages, 1):
+        head = f"[{number}/{len(stages)}] {stage.title}"
+        if stage not in missing:
+            print(f"{head}: is there already ({stage.product})")
+            continue
+        left = sum(other.seconds for other in missing[missing.index(stage) :]) * pace
+        command = [*stage.command, *(["--resume"] if stage.resumable and stage.product.parent.is_dir() else [])]
+        print(f"\n{head}  (about {max(1, round(left / 60))} min left)\n$ pirl {shlex.join(command)}", flush=True)
+        began = time.monotonic()
+        if code := main(command):
+            print(f"\nstopped in stage {number}; the same command goes on from there")
+            return code
+        pace = max(0.2, (time.monotonic() - began) / stage.seconds)
+    print()
+    print_table(results)
+    print(f"\nreport: {folder / 'report.html'}\nfilms:  {folder / 'evaluations'}/*/")
+    return 0
+
+
+def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Result]]:
+    """The stages in their order, and what they are compared by."""
+    from pirl.rollout.record import num_recorded
+
+    data, assets, runs = folder / "data" / "tabletop", folder / "assets", folder / "runs"
+    episodes, demos = (40, 150) if quick else (400, 1500)
+    steps = {"bc": 1200, "filtered": 400, "acrlpd": 800, "ript": 15}
+    steps = {name: max(1, count // 10) for name, count in steps.items()} if quick else steps
+    share = 0.15 if quick else 1.0
+
+    def train(recipe: str, exp: str, count: int, title: str, seconds: int, *more: str) -> Stage:
+        command = ("train", recipe, "--exp-name", exp, "--max-steps", str(count), "--seed", str(seed))
+        places = ("--data-path", str(data), "--data.assets-dir", str(assets), "--checkpoint.base-dir", str(runs))
+        product = runs / recipe / exp / str(count)
+        took = int(share * seconds) + 10
+        return Stage(title, (*command, *places, *more), product, product.is_dir(), took, resumable=True)
+
+    bc = train("bc_tabletop", "imitation", steps["bc"], "imitate the demonstrations", 150)
+    start = ("--init-weights", str(bc.product))
+    fine = (
+        "--freeze",
+        "vlm_frozen",
+        "--pi0-lr",
+        "7e-4",
+        "--policy-schedule.decay-steps",
+        str(max(steps["filtered"], 120)),
+    )
+    filtered = train(
+        *("bc_tabletop", "successes", steps["filtered"], "imitate the successful ones only", 45),
+        *(*start, *fine, "--data.successes-only"),
+    )
+    acrlpd = train("acrlpd_tabletop", "offline", steps["acrlpd"], "Q-chunking, offline (ACRLPD)", 150, *start)
+    ript = train(
+        *("ript_tabletop", "online", steps["ript"], "groups of rollouts, online (RIPT)", 60),
+        *("--init-weights", str(acrlpd.product)),
+    )
+
+    def evaluated(name: str, of: Stage, *more: str) -> tuple[Stage, Result]:
+        out = folder / "evaluations" / name
+        command = ("eval", str(of.product), "--episodes", str(episodes), "--video", "2", "--out", str(out), *more)
+        label = f"evaluate: {name.replace('_', ' ')}"
+        file = out / "eval.json"
+        return Stage(label, command, file, file.is_file(), 15), Result(name.replace("_", " "), file)
+
+    evaluations = [
+        evaluated("imitation", bc),
+        evaluated("imitation_of_successes", filtered),
+        evaluated("ACRLPD", acrlpd),
+        evaluated("ACRLPD,_best_of_8", acrlpd, "--best-of", "8"),
+        evaluated("ACRLPD_then_RIPT", ript),
+    ]
+    folders = [str(stage.product.parent) for stage in (bc, filtered, acrlpd, ript)]
+    folders += [str(result.evaluation.parent) for _, result in evaluations]
+    have = num_recorded(data) if data.is_dir() else 0
+    record = ("record", "bc_tabletop", "--episodes", str(demos - have), "--seed", str(seed), "--root", str(data))
+    stats = assets / data.name / "norm_stats.json"
+    measure = ("norm-stats", str(data), "--robot", "tabletop", "--horizon", "4", "--out", str(stats.parent))
+    page = folder / "report.html"
+    stages = [
+        Stage("record imperfect demonstrations", (*record, *(["--append"] if have else [])), data, have >= demos, 20),
+        Stage("statistics of states and actions", measure, stats, stats.is_file(), 3),
+        *(bc, filtered, acrlpd, ript),
+        *(stage for stage, _ in evaluations),
+        Stage("report", ("report", *folders, "--out", str(page)), page, page.is_file(), 3),
+    ]
+    return stages, [result for _, result in evaluations]
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """Success with its interval, and what it is compared to."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [(result.name, json.loads(result.evaluation.read_text())) for result in results]
+    table = Table(title="success on the same fresh initial states, 95% interval")
+    for column, side in (("policy", "left"), ("success", "right"), ("interval", "right"), ("before → after", "right")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for cells in _cells(rows):
+        table.add_row(*cells)
+    Console().print(table)
+
+
+def _cells(rows: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, str, str, str]]:
+    before = rows[0][1]["success"]["rate"]
+    for name, result in rows:
+        success = result["success"]
+        change = f"{before:.0%} → {success['rate']:.0%}" if result is not rows[0][1] else ""
+        yield name, f"{success['rate']:.1%}", f"{success['low']:.1%} to {success['high']:.1%}", change

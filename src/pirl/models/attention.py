@@ -1,0 +1,87 @@
+"""Attention by a fused kernel: no logits in memory. The plain form stays beside each model, for it is the reference.
+
+A kernel takes a number of keys per sample, not a mask: real keys come first (`real_first`). That loses nothing, since
+attention does not depend on the order of keys once positions are applied to them.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from pirl.errors import ConfigError
+from pirl.models.config import Pi0Config
+
+Kernel = Literal["xla", "cudnn"]
+
+HOPPER = (9, 0)
+OLDEST = (8, 0)
+"""First generation with bfloat16 kernels."""
+FUSED_FORWARD = "dot_product_attention_fwd_wrapper"
+"""jax's name for the primitive of cuDNN's forward pass, for rematerialisation to keep what it leaves."""
+
+
+def kernel(config: Pi0Config, head_dim: int) -> Kernel | None:
+    """The fused kernel to use for heads of this size, or None for plain attention."""
+    if config.attention in ("plain", "xla"):
+        return "xla" if config.attention == "xla" else None
+    obstacle = _obstacle(config.dtype, head_dim, cuda_capability())
+    if obstacle is None:
+        return "cudnn"
+    if config.attention == "cudnn":
+        raise ConfigError(f"attention 'cudnn' is not possible here: {obstacle}", hint="`auto` uses it where it is")
+    return None
+
+
+def cuda_capability() -> tuple[int, int] | None:
+    """Generation of the NVIDIA GPU that programs run on; None without one."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return None
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    # AMD's name their generation otherwise ("gfx942").
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _obstacle(dtype: str, head_dim: int, capability: tuple[int, int] | None) -> str | None:
+    if capability is None or capability < OLDEST:
+        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
+    if dtype != "bfloat16":
+        return f"it computes in bfloat16, and the model's dtype is {dtype}"
+    largest = 256 if capability >= HOPPER else 128
+    if head_dim % 8 or head_dim > largest:
+        return f"a head has {head_dim} dimensions; it takes multiples of 8 up to {largest} on this GPU"
+    return None
+
+
+def fused(
+    how: Kernel,
+    q: Float[Array, "B T n h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
+    *,
+    scale: float = 1.0,
+    lengths: Int[Array, "B"] | None = None,
+) -> Float[Array, "B T n h"]:
+    """Every query attends to its sample's first `lengths` keys, or to all; query heads share key heads in groups."""
+    out = jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=how)
+    # What cuDNN leaves is kept by its primitive (`remat.py`); under a name as well it would be kept twice.
+    return out if how == "cudnn" else checkpoint_name(out, "attention")
+
+
+def lengths(mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
+    """Number of real keys. At least one: without any key a softmax has nothing to be taken over."""
+    return jnp.maximum(mask.sum(-1), 1).astype(jnp.int32)
+
+
+def real_first(x: Float[Array, "B P W"], mask: Bool[Array, "B P"]) -> tuple[Array, Array]:
+    """Tokens and mask with the real ones in front, otherwise in their order."""
+    order = jnp.argsort(~mask, axis=1, stable=True)
+
+    def taken(row: Array, order: Array) -> Array:
+        # A permutation: its backward pass is one too, and needs no atomic additions.
+        return row.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+    return jax.vmap(taken)(x, order), jax.vmap(taken)(mask, order)

@@ -1,0 +1,182 @@
+"""The action expert, prepared for sampling: ten Euler steps, N candidates, one prefix.
+
+It computes what `gemma.run_suffix` computes, from the same weights. Before the first step weights are cut into layers,
+cast, and those that multiply the same thing laid side by side: inside the loop they are only read. The state's token
+attends to the prefix and to itself alone, so its keys and values are the same in every step and for every candidate:
+they join the prefix.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pirl.models import attention
+from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
+from pirl.models.gemma import MASKED, Rotation, expert_layers, grouped, residual, rms_norm, rope, suffix_rotation
+from pirl.models.params import Params
+from pirl.models.placement import by_sample
+
+FEW = 8
+"""Suffixes below which a fused kernel does not fill the GPU, and plain attention is as fast."""
+MULTIPLE = 8
+"""Keys come in multiples of this, padded with some that are not real: kernels want even lengths."""
+
+
+def apart(layers: Params, dtype: jnp.dtype) -> list[Params]:
+    """Stacked weights as one tree per layer. Matrices are cast; norms are not: they compute in float32."""
+    cut = [jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, layer) for layer in _cut(layers)]
+    for layer in cut:
+        if "mlp" in layer:
+            # Gate and up, which are multiplied one by one: cut here, they need not be in each call.
+            layer["mlp"]["gating_einsum"] = list(layer["mlp"]["gating_einsum"])
+    return cut
+
+
+def pack(layers: Params, config: Pi0Config) -> list[Params]:
+    """The expert's weights, layer by layer, as `prepared` reads them; adapters are added to what they adapt."""
+    dtype = jnp.dtype(config.dtype)
+    return [_packed(layer, config.expert, dtype) for layer in _cut(expert_layers(layers, 1))]
+
+
+def _cut(layers: Params) -> list[Params]:
+    leaves, structure = jax.tree.flatten(layers)
+    return [jax.tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(len(leaves[0]))]
+
+
+def _packed(w: Params, c: GemmaConfig, dtype: jnp.dtype) -> Params:
+    attn, mlp = w["attn"], w["mlp"]
+    q = _adapted(attn["q_einsum"], c.attn_lora)
+    kv = _adapted(attn["kv_einsum"], c.attn_lora)
+    qkv = jnp.concatenate([q, kv[0], kv[1]]).swapaxes(0, 1)
+    gating, linear = (
+        mlp[name] + mlp[f"{name}_lora_a"] @ mlp[f"{name}_lora_b"] if c.ffn_lora else mlp[name]
+        for name in ("gating_einsum", "linear")
+    )
+    out = attn["attn_vec_einsum"]
+    # The adapter's second matrix is added up over heads: see the equation in `gemma.run_suffix`.
+    out = _adapted(out if c.attn_lora is None else out | {"lora_b": out["lora_b"].sum(0)}, c.attn_lora)
+    return {
+        "qkv": qkv.reshape(c.width, -1).astype(dtype),
+        "out": out.reshape(-1, c.width).astype(dtype),
+        "gating": jnp.concatenate([gating[0], gating[1]], axis=1).astype(dtype),
+        "linear": linear.astype(dtype),
+        "pre_attention_norm": w["pre_attention_norm"],
+        "pre_ffw_norm": w["pre_ffw_norm"],
+    }
+
+
+def _adapted(p: Params, lora: LoRAConfig | None) -> Array:
+    return p["w"] if lora is None else p["w"] + lora.scaling * (p["lora_a"] @ p["lora_b"])
+
+
+def prepared(
+    layers: list[Params],
+    final_norm: Params,
+    config: Pi0Config,
+    keys: Float[Array, "layers B P K h"],
+    values: Float[Array, "layers B P K h"],
+    mask: Bool[Array, "B P"],
+    state: Float[Array, "B 1 1 W"] | None,
+) -> Callable[[Array, Array | None], Array]:
+    """(action tokens [B, N, H, W], condition) -> the expert's output for them."""
+    dtype, before = jnp.dtype(config.dtype), 0
+    shared = [(keys[i], values[i], mask) for i in range(config.expert.depth)]
+    if state is not None:
+        turn, before, found = suffix_rotation(config, mask, 1), 1, []
+        x = state.astype(dtype)
+        real = jnp.concatenate([jnp.ones_like(mask[:, :1]), mask], axis=1)
+        for w, (prefix_k, prefix_v, _) in zip(layers, shared, strict=True):
+            x, k, v = _block(w, config.expert, x, turn, _plain(prefix_k, prefix_v, mask), None)
+            # In front: with a fused kernel what is not real has to come last.
+            k, v = (jnp.concatenate(pair, axis=1) for pair in ((k[:, 0], prefix_k), (v[:, 0], prefix_v)))
+            found.append((k, v, real))
+        shared = found
+
+    def run(x: Float[Array, "B N T W"], cond: Float[Array, "B N W"] | None) -> Float[Array, "B N T W"]:
+        x, length = x.astype(dtype), x.shape[2]
+        turn = suffix_rotation(config, mask, length, before)
+        how = attention.kernel(config, config.expert.head_dim)
+        if how == "cudnn" and x.shape[0] * x.shape[1] < FEW:
+            how = None
+        for w, cache in zip(layers, shared, strict=True):
+            attend = _plain(*cache) if how is None else _fused(how, *cache)
+            x, _, _ = _block(w, config.expert, x, turn, attend, cond)
+        return rms_norm(final_norm, x, cond)[0]
+
+    return run
+
+
+def _block(
+    w: Params,
+    c: GemmaConfig,
+    x: Float[Array, "B N T W"],
+    turn: Rotation,
+    attend: Callable[[Array, Array, Array], Array],
+    cond: Float[Array, "B N W"] | None,
+) -> tuple[Array, Array, Array]:
+    """One block on packed weights. Returns its keys and values as well."""
+    x = by_sample(x)
+    h, gate = rms_norm(w["pre_attention_norm"], x, cond)
+    q, k, v = jnp.split(
+        (h @ w["qkv"]).reshape(*x.shape[:-1], -1, c.head_dim), [c.num_heads, c.num_heads + c.num_kv_heads], axis=-2
+    )
+    q, k = rope(q, turn) * c.head_dim**-0.5, rope(k, turn)
+    x = residual(x, attend(q, k, v).reshape(*x.shape[:-1], -1) @ w["out"], gate)
+    h, gate = rms_norm(w["pre_ffw_norm"], x, cond)
+    gated, up = jnp.split(by_sample(h @ w["gating"]), 2, axis=-1)
+    return residual(x, (jax.nn.gelu(gated, approximate=True) * up) @ w["linear"], gate), k, v
+
+
+def _plain(
+    shared_k: Float[Array, "B S K h"], shared_v: Float[Array, "B S K h"], real: Bool[Array, "B S"]
+) -> Callable[[Array, Array, Array], Array]:
+    """Logits in memory; the shared part is not replicated."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        by_key, length = grouped(q, k), shared_k.shape[1]
+        to_shared = jnp.einsum("bntkgh,bskh->bnkgts", by_key, shared_k, preferred_element_type=jnp.float32)
+        to_shared = jnp.where(real[:, None, None, None, None], to_shared, MASKED)
+        to_own = jnp.einsum("bntkgh,bnskh->bnkgts", by_key, k, preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.concatenate([to_shared, to_own], axis=-1), axis=-1).astype(v.dtype)
+        out = jnp.einsum("bnkgts,bskh->bntkgh", probs[..., :length], shared_v)
+        return (out + jnp.einsum("bnkgts,bnskh->bntkgh", probs[..., length:], v)).reshape(q.shape)
+
+    def alone(q: Array, k: Array, v: Array) -> Array:
+        # One candidate: all keys in one array, so that a block launches as few kernels as it can.
+        by_key = grouped(q, k)[:, 0]
+        ks, vs = (jnp.concatenate(pair, axis=1) for pair in ((k[:, 0], shared_k), (v[:, 0], shared_v)))
+        seen = jnp.concatenate([jnp.ones((len(real), k.shape[2]), bool), real], axis=1)
+        logits = jnp.einsum("btkgh,bskh->bkgts", by_key, ks, preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.where(seen[:, None, None, None], logits, MASKED), axis=-1).astype(vs.dtype)
+        return jnp.einsum("bkgts,bskh->btkgh", probs, vs).reshape(q.shape)
+
+    return lambda q, k, v: (alone if q.shape[1] == 1 else attend)(q, k, v)
+
+
+def _fused(
+    how: attention.Kernel,
+    shared_k: Float[Array, "B S K h"],
+    shared_v: Float[Array, "B S K h"],
+    real: Bool[Array, "B S"],
+) -> Callable[[Array, Array, Array], Array]:
+    """One kernel over candidates as samples: own keys, then the shared ones. Query heads that share a key head become
+    queries of one head, so that a kernel's tile is full although a chunk is short.
+    """
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        batch, num, length, kv_heads, head_dim = k.shape
+        pad = -(length + shared_k.shape[1]) % MULTIPLE
+
+        def joined(own: Array, shared: Array) -> Array:
+            shared = jnp.pad(shared, ((0, 0), (0, pad), (0, 0), (0, 0)))
+            shared = jnp.broadcast_to(shared[:, None], (batch, num, *shared.shape[1:]))
+            return jnp.concatenate([own, shared], axis=2).reshape(batch * num, -1, kv_heads, head_dim)
+
+        queries = grouped(q, k).swapaxes(3, 4).reshape(batch * num, -1, kv_heads, head_dim)
+        real_keys = jnp.repeat(length + attention.lengths(real), num)
+        out = attention.fused(how, queries, joined(k, shared_k), joined(v, shared_v), lengths=real_keys)
+        return out.reshape(batch, num, length, -1, kv_heads, head_dim).swapaxes(3, 4).reshape(q.shape)
+
+    return attend

@@ -1,0 +1,239 @@
+"""Faster programs are the same model: fused attention, the prepared expert, layers apart, the last layer left out."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pirl.errors import ConfigError
+from pirl.models import attention, flow
+from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config, SigLIPConfig
+from pirl.models.observation import Observation
+from pirl.models.params import flatten, nest
+from pirl.models.pi0 import Pi0, declare, param_shapes
+from pirl.models.policy import Preparing
+
+VLM = GemmaConfig(width=24, depth=3, mlp_dim=32, num_heads=4, num_kv_heads=2, head_dim=8)
+EXPERT = replace(VLM, width=16, mlp_dim=20)
+LORA = LoRAConfig(rank=3, alpha=7.0)
+SMALL = Pi0Config(
+    vlm=VLM,
+    expert=EXPERT,
+    vision=SigLIPConfig(width=16, depth=2, mlp_dim=20, num_heads=2, patch_size=8),
+    image_size=16,
+    vocab_size=40,
+    action_dim=5,
+    horizon=3,
+    max_token_len=6,
+    dtype="float32",
+    remat="none",
+)
+CONFIGS = {
+    "pi0": SMALL,
+    "pi05": replace(SMALL, pi05=True),
+    "lora": replace(
+        SMALL,
+        vlm=replace(VLM, ffn_lora=LORA),
+        expert=replace(EXPERT, attn_lora=LORA, ffn_lora=LoRAConfig(rank=2, alpha=3.0)),
+    ),
+}
+BATCH, NUM = 3, 4
+HALF = replace(SMALL, dtype="bfloat16", vlm=replace(VLM, head_dim=16), expert=replace(EXPERT, head_dim=16))
+
+
+def weights(config: Pi0Config) -> Any:
+    """No leaf is zero, as many are when they are new."""
+    rng = np.random.default_rng(0)
+    return nest(
+        {path: jnp.asarray(rng.normal(0, 0.25, leaf.shape), jnp.float32) for path, leaf in declare(config).items()}
+    )
+
+
+def observation(config: Pi0Config) -> Observation:
+    """The first camera of one sample is missing, so that what is real does not come first; prompts differ in length."""
+    rng = np.random.default_rng(1)
+    present = ([True, False, True], [True, True, True], [True, False, False])
+    size = (BATCH, config.image_size, config.image_size, 3)
+    return Observation(
+        images={name: jnp.asarray(rng.integers(0, 256, size), jnp.uint8) for name in config.cameras},
+        image_masks={name: jnp.asarray(mask) for name, mask in zip(config.cameras, present, strict=True)},
+        state=jnp.asarray(rng.normal(size=(BATCH, config.action_dim)), jnp.float32),
+        tokenized_prompt=jnp.asarray(rng.integers(1, config.vocab_size, (BATCH, config.token_len)), jnp.int32),
+        tokenized_prompt_mask=jnp.asarray(np.arange(config.token_len)[None] < np.array([[4], [2], [3]])),
+    )
+
+
+def points(config: Pi0Config, num: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(2)
+    x_t = rng.normal(size=(BATCH, num, config.horizon, config.action_dim))
+    return jnp.asarray(x_t, jnp.float32), jnp.asarray(rng.uniform(size=(BATCH, num)), jnp.float32)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_program_gives_the_same_velocity(name: str) -> None:
+    """The plain velocity against the prepared one: plain and fused, one candidate and several, stacked and apart."""
+    config = CONFIGS[name]
+    assert isinstance(Pi0(config), Preparing)
+
+    @jax.jit
+    def velocities(params: Any, seen: Observation) -> tuple[list, list]:
+        expected, found = [], []
+        for num in (1, NUM):
+            plain, fused = (Pi0(replace(config, attention=how)) for how in ("plain", "xla"))
+            x_t, t = points(config, num)
+            context = plain.encode(params, seen)
+            expected.append(plain.velocity(params, context, x_t, t))
+            found += [plain.field(params, context)(x_t, t), fused.velocity(params, fused.encode(params, seen), x_t, t)]
+            served = fused.for_inference(params)
+            found.append(fused.field(served, fused.encode(served, seen))(x_t, t))
+        return expected, found
+
+    expected, found = velocities(weights(config), observation(config))
+    assert np.abs(expected[1]).max() > 0.5
+    for index, values in enumerate(found):
+        np.testing.assert_allclose(values, expected[index // 3], rtol=0, atol=2e-5, err_msg=str(index))
+
+
+def gradient(config: Pi0Config) -> dict[str, jax.Array]:
+    policy, seen = Pi0(config), observation(config)
+    actions = points(config, 1)[0][:, 0]
+    draws = flow.draw(jax.random.key(0), jax.random.key(1), actions, 2)
+
+    def loss(params: Any) -> jax.Array:
+        return flow.chunk_loss(flow.squared_error(policy, params, policy.encode(params, seen), actions, draws)).mean()
+
+    return flatten(jax.jit(jax.grad(loss))(weights(config)))
+
+
+def test_gradients_of_fused_attention_and_of_a_layer_left_out() -> None:
+    """The last layer's dead half is taken out of the loop (remat none) or skipped in it (names): the same numbers."""
+    plain = gradient(replace(SMALL, attention="plain"))
+    for path in ("attn/q_einsum/w", "attn/attn_vec_einsum/w", "mlp/linear", "pre_ffw_norm/scale"):
+        leaf = plain[f"PaliGemma/llm/layers/{path}"]
+        assert not np.any(leaf[-1])
+        assert np.any(leaf[-2])
+    assert np.any(plain["PaliGemma/llm/layers/attn/kv_einsum/w"][-1])
+    for path, value in gradient(replace(SMALL, attention="xla", remat="names")).items():
+        np.testing.assert_allclose(value, plain[path], rtol=2e-4, atol=2e-6, err_msg=path)
+
+
+def test_real_tokens_come_first_and_lose_nothing() -> None:
+    mask = jnp.asarray([[False, True, True, False, True], [True] * 5, [False] * 5])
+    x = jnp.arange(15.0).reshape(3, 5, 1)
+    moved, real = attention.real_first(x, mask)
+    np.testing.assert_array_equal(moved[0, :, 0], [1, 2, 4, 0, 3])
+    np.testing.assert_array_equal(moved[1:], x[1:])
+    np.testing.assert_array_equal(real[0], [True, True, True, False, False])
+    np.testing.assert_array_equal(attention.lengths(mask), [3, 5, 1])
+    back = jax.grad(lambda x: (attention.real_first(x, mask)[0] * jnp.arange(5.0)[:, None]).sum())(x)
+    np.testing.assert_array_equal(back[0, :, 0], [3, 0, 1, 4, 2])
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype", "head_dim", "capability", "expected"),
+    [
+        ("auto", "bfloat16", 256, None, None),
+        ("auto", "bfloat16", 256, (9, 0), "cudnn"),
+        ("auto", "bfloat16", 256, (8, 9), None),
+        ("auto", "bfloat16", 72, (8, 0), "cudnn"),
+        ("auto", "bfloat16", 72, (7, 5), None),
+        ("auto", "bfloat16", 12, (9, 0), None),
+        ("auto", "float32", 72, (9, 0), None),
+        ("plain", "bfloat16", 72, (9, 0), None),
+        ("xla", "float32", 12, None, "xla"),
+        ("cudnn", "bfloat16", 72, (9, 0), "cudnn"),
+        ("cudnn", "float32", 72, (9, 0), "the model's dtype is float32"),
+        ("cudnn", "bfloat16", 256, (8, 0), "multiples of 8 up to 128"),
+        ("cudnn", "bfloat16", 72, None, "needs an NVIDIA GPU"),
+    ],
+)
+def test_the_kernel_is_chosen_by_device_and_shape(
+    monkeypatch: pytest.MonkeyPatch, setting: Any, dtype: Any, head_dim: int, capability: Any, expected: str | None
+) -> None:
+    monkeypatch.setattr(attention, "cuda_capability", lambda: capability)
+    config = replace(SMALL, attention=setting, dtype=dtype)
+    if expected in (None, "cudnn", "xla"):
+        assert attention.kernel(config, head_dim) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            attention.kernel(config, head_dim)
+
+
+def test_there_is_no_gpu_here() -> None:
+    assert attention.cuda_capability() is None
+
+
+# What cannot run here can be traced, and lowered for a GPU
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(attention, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(inside, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(inside, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(inside, "is_cuda_compute_capability_equal", lambda capability: False)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from equations(value)
+
+
+def arguments(config: Pi0Config) -> tuple[Any, Any]:
+    """Shapes of weights, and an observation."""
+    return param_shapes(config), observation(config)
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+@pytest.mark.parametrize(("remat", "forward"), [("names", 2), ("full", 4)])
+def test_fused_attention_is_lowered_for_a_gpu_and_not_recomputed(remat: Any, forward: int) -> None:
+    """`names` keeps what the kernels of SigLIP and the VLM leave; `full` runs them again in the backward pass."""
+    config = replace(HALF, remat=remat)
+    policy = Pi0(config)
+
+    def loss(params: Any, seen: Observation) -> jax.Array:
+        x_t, t = points(config, 1)
+        return policy.velocity(params, policy.encode(params, seen), x_t, t).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(*arguments(config))
+    names = [equation.primitive.name for equation in equations(traced.jaxpr)]
+    assert names.count(attention.FUSED_FORWARD) == forward
+    assert names.count("dot_product_attention_bwd_wrapper") == 2
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+@pytest.mark.parametrize(("num", "kernels"), [(1, 0), (NUM, HALF.expert.depth)])
+def test_the_sampling_loop_only_reads_weights(num: int, kernels: int) -> None:
+    """Inside the Euler loop no weight is cast, cut or laid out anew, and few candidates do without the kernel."""
+    config = HALF
+    policy = Pi0(config)
+
+    def sample(params: Any, seen: Observation) -> jax.Array:
+        return flow.sample(policy, params, policy.encode(params, seen), points(config, num)[0])
+
+    program = jax.make_jaxpr(sample)(*arguments(config))
+    (loop,) = (
+        equation.params["jaxpr"]
+        for equation in equations(program.jaxpr)
+        if equation.primitive.name == "scan" and equation.params["length"] == 10
+    )
+    inside = list(equations(loop.jaxpr))
+    assert sum(equation.primitive.name == attention.FUSED_FORWARD for equation in inside) == kernels
+    matrices = {leaf.shape[1:] for leaf in jax.tree.leaves(param_shapes(config)["PaliGemma"]["llm"]["layers"])}
+    matrices |= {(16, 8 * 16), (4 * 16, 16), (16, 40), (20, 16)}  # side by side
+    for equation in inside:
+        if equation.primitive.name in ("convert_element_type", "slice", "dynamic_slice", "transpose", "squeeze"):
+            (source,) = equation.invars[:1]
+            assert source.aval.shape not in matrices, equation
+            assert len(source.aval.shape) < 3 or source.aval.shape[0] != config.expert.depth or num == 1, equation
