@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-import pirl.cli.eval
-import pirl.cli.record
 from pirl import recipes
 from pirl.cli import app
 from pirl.cli.inspect import policy_of
@@ -78,6 +76,8 @@ class _Found:
 
 def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command line is understood as it stands: verbs, flags, recipes and the settings' values."""
+    import pirl.cli.eval
+    import pirl.cli.record
     import pirl.training.acting
     import pirl.training.loop
     import pirl.training.plan

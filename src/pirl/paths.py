@@ -17,7 +17,7 @@ def lerobot_home() -> Path:
 
 
 def pirl_home() -> Path:
-    """Our own cache of decoded frames (`PIRL_HOME`, default ~/.cache/pirl)."""
+    """Our own cache of decoded frames and compiled programs (`PIRL_HOME`, default ~/.cache/pirl)."""
     return Path(os.environ.get("PIRL_HOME", "~/.cache/pirl")).expanduser()
 
 

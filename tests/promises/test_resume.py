@@ -134,7 +134,7 @@ def test_a_run_in_pieces_stands_where_the_other_does(pair: Pair) -> None:
     """Data, patience, and the three steps after the last record, which are in no file yet."""
     found, expected = position_of(pair.pieces), position_of(pair.straight)
     assert found == expected
-    assert expected["data"]["step"] == STEPS
+    assert expected["stream"]["data"]["step"] == STEPS
     assert {len(values) for values in expected["pending"].values()} == {3}
     assert expected["patience"]["waited"] == 1
 

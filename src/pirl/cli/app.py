@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 import pirl
 from pirl.errors import PirlError, PirlWarning, did_you_mean
+from pirl.paths import pirl_home
 
 VERBS = {
     "demo": "the whole way once, on a laptop: record, imitate, improve, evaluate, report",
@@ -138,6 +139,8 @@ def run(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script: runs one command line and returns its exit code."""
+    if argv is None:  # a process of its own: what it compiles is kept for the next one
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pirl_home() / "compiled"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a sign is no reason to fail
             stream.reconfigure(errors="replace")

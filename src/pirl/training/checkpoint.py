@@ -213,11 +213,11 @@ class Checkpoints:
         if reason := _damage(folder):  # before gigabytes are read
             raise self._damaged(step, reason)
         like_weights, like_rest = split_state(reference)
-        rest = restore_tree(folder / TRAIN_STATE_ITEM, like_rest)
         weights: dict[str, Any] = {}
         if not keeps_policy(reference):
             check_types(openpi_leaves(folder / PARAMS_ITEM)[0], flatten(like_weights), folder)
             weights = load_openpi(folder, like_weights, allow_missing="(?!)")
+        rest = restore_tree(folder / TRAIN_STATE_ITEM, like_rest)
         self._known.add(step)
         return join_state(weights, rest, averaged="policy" in reference.ema)
 

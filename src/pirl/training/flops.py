@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from pirl.config import RLTrainConfig
 from pirl.models.config import Pi0Config
-from pirl.training.build import build_agent
 
 
 def update_flops(config: RLTrainConfig, state: Any, batch: Any) -> int:
@@ -24,6 +23,8 @@ def update_flops(config: RLTrainConfig, state: Any, batch: Any) -> int:
     So the share of the peak (MFU) that goes by them compares settings: one that recomputes less is nearer to 1, not
     further from it. Arguments are arrays or ShapeDtypeStructs; tracing the full-size model takes a few seconds.
     """
+    from pirl.training.build import build_agent  # brings datasets and environments along, which counting does not need
+
     model = config.model
     if isinstance(model, Pi0Config):
         # A fused kernel's products would not be seen, and of a layer that is left out only if it is out of the loop.
