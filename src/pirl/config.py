@@ -61,6 +61,29 @@ class EarlyStop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """What is watched while a run trains; each thing is said once."""
+
+    enabled: bool = True
+    """Watch at all?"""
+    stop: bool = False
+    """Stop the run, with its last checkpoint kept, instead of only saying so."""
+    patience: int = 5
+    """Records in a row that must look wrong."""
+    hang_seconds: float = 300.0
+    """A step that takes longer than this, and twenty times longer than usual, hangs."""
+    disk_gib: float = 2.0
+    """Less free space than this is said."""
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or not self.hang_seconds > 0 or not self.disk_gib >= 0:
+            raise ConfigError(
+                f"watchdog: patience {self.patience}, hang_seconds {self.hang_seconds}, disk_gib {self.disk_gib}",
+                hint="patience is at least 1, the time positive, the space not negative",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLTrainConfig:
     """A training run."""
 
@@ -116,6 +139,8 @@ class RLTrainConfig:
     """Services that get the metrics as well. One that is missing or offline never fails a run."""
     early_stop: EarlyStop | None = None
     """Stop when a metric gets no better; None trains all steps."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """Notices stalls, dead gradients, collapsing success, growing memory and a filling disk."""
     debug_nans: bool = False
     """Stop at the operation that made the first NaN (jax_debug_nans). Slow."""
     log_memory: bool = False

@@ -31,6 +31,7 @@ from pirl.training.run_metadata import run_metadata
 from pirl.training.sharding import check_batch, data_sharding, make_mesh, replicated, sharded_shapes, state_shardings
 from pirl.training.sinks import RunInfo
 from pirl.training.streams import Stream
+from pirl.training.watchdog import Watchdog
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop"),
@@ -93,6 +94,7 @@ def run(
         metric_log(config, start if extra else None, extra.get("pending")) as log,
         Progress(config.name, total, start=start, interval=None, is_main=is_main) as progress,
         stop_on_signal() as stop,
+        Watchdog(config.watchdog, config.run_dir) as watchdog,
     ):
 
         def save(step: int, values: dict[str, float] | None) -> None:
@@ -137,6 +139,9 @@ def run(
                     raise
                 log.write(step, results)
                 values = (values or {}) | results
+            watchdog.beat()
+            if values and (alarms := watchdog.look(values)):
+                log.write(step, alarms)
             if patience.exhausted(values or {}) and step < total:
                 ending = f"stopped early at step {step}: {patience}"
             elif step < total and stop.agreed(step):
