@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import gymnasium
 import numpy as np
 import pytest
 
+from pirl.agents.agent import Agent
 from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.envs.config import GymConfig
 from pirl.rollout.config import OnlineConfig, RolloutConfig
+from pirl.training import loop
 from small_runs import small_run
 
 VARIABLE = "PIRL_TEST_TROUBLE"
@@ -125,3 +129,28 @@ def online_run(folder: Path, **changes: Any) -> RLTrainConfig:
 def saving(config: RLTrainConfig, **changes: Any) -> RLTrainConfig:
     """The run with other settings of its checkpoints."""
     return replace(config, checkpoint=replace(config.checkpoint, **changes))
+
+
+_OF_AN_AGENT = ("model", "agent", "critic", "freeze", "data", "policy_optimizer", "policy_schedule")
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Runs of one algorithm share its update: it is pure, and tracing it is most of the work of so small a run."""
+    agents: dict[str, Agent] = {}
+    updates: dict[int, loop.Update] = {}
+
+    def shared_agent(config: RLTrainConfig) -> Agent:
+        known = repr([getattr(config, name) for name in _OF_AN_AGENT] + [config.rollout.flow_steps])
+        return agents[known] if known in agents else agents.setdefault(known, build_agent(config))
+
+    def shared_update(agent: Agent, mesh: Any, shapes: Any) -> loop.Update:
+        if id(agent) not in updates:
+            updates[id(agent)] = compile_update(agent, mesh, shapes)
+        return updates[id(agent)]
+
+    build_agent, compile_update = loop.build_agent, loop.compile_update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_agent", shared_agent)
+        patch.setattr(loop, "compile_update", shared_update)
+        yield

@@ -18,7 +18,7 @@ from pirl.envs.tabletop_expert import demonstrate
 from pirl.records import Rollout
 from pirl.rollout.contexts import fixed_contexts, random_contexts
 from pirl.rollout.evaluate import Rate, evaluate
-from pirl.rollout.policy import replay_frames
+from pirl.rollout.policy import ChunkPolicy, replay_frames
 from pirl.rollout.pool import LocalPool
 from pirl.training.build import build_agent, build_chunk_policy, build_stream
 from pirl.training.sharding import make_mesh
@@ -83,6 +83,12 @@ def train_offline(
     return state
 
 
+def fast(policy: ChunkPolicy) -> ChunkPolicy:
+    """The policy, compiled for speed as well."""
+    policy._act = jax.jit(policy._act.__wrapped__, compiler_options=FAST)
+    return policy
+
+
 def train_groups(config: RLTrainConfig, on: Table, *, weights: Any, seed: int = 0) -> TrainState:
     """Every iteration of RIPT."""
     config = replace(config, seed=seed)
@@ -92,6 +98,7 @@ def train_groups(config: RLTrainConfig, on: Table, *, weights: Any, seed: int = 
     updates = 0
     with LocalPool(config.env, config.rollout.num_envs) as pool:
         stream = build_stream(config, agent, on.transform, make_mesh(), None, None, pool)
+        fast(stream._collector.policy)
         for iteration in range(1, config.num_train_steps + 1):
             for batch in stream.round(iteration, state, lambda: False, lambda _: None):
                 state, metrics = update(state, batch, jax.random.fold_in(jax.random.key(seed + 9), updates))
@@ -103,7 +110,7 @@ def train_groups(config: RLTrainConfig, on: Table, *, weights: Any, seed: int = 
 def success(config: RLTrainConfig, on: Table, state: TrainState, *, best_of: int = 1, episodes: int = 400) -> Rate:
     """Over states that nothing was trained or tuned on."""
     config = replace(config, rollout=replace(config.rollout, num_envs=200))
-    policy = build_chunk_policy(config, build_agent(config), on.transform, best_of=best_of)
+    policy = fast(build_chunk_policy(config, build_agent(config), on.transform, best_of=best_of))
     with LocalPool(config.env, 200) as pool:
         contexts = fixed_contexts(pool.info, episodes, "test")
         return evaluate(pool, policy.use(state, jax.random.key(1)), contexts).success

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collecting_runs import ONLINE, RIPT, make_trouble, online_run, ript_run, saving
+from collecting_runs import ONLINE, RIPT, make_trouble, online_run, ript_run, saving, traced_once
 from pirl.agents.agent import TrainState
 from pirl.config import EarlyStop, RLTrainConfig
 from pirl.data.config import DataConfig
@@ -40,7 +40,7 @@ WATCHED = EvalConfig(interval=2, episodes=4)
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiled_once(tmp_path_factory.mktemp("programs")):
+    with traced_once(), compiled_once(tmp_path_factory.mktemp("programs")):
         yield
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from collecting_runs import make_trouble, online_run, ript_run, saving
+from collecting_runs import make_trouble, online_run, ript_run, saving, traced_once
 from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.errors import EnvError, PirlWarning
@@ -28,7 +28,7 @@ RUNS = {"ript": (ript_run, 4, 2), "online": (online_run, 8, 4)}
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with compiled_once(tmp_path_factory.mktemp("programs")) as environment:
+    with traced_once(), compiled_once(tmp_path_factory.mktemp("programs")) as environment:
         yield environment
 
 
