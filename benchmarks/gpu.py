@@ -1,40 +1,113 @@
-"""Speed and memory of full-size π₀ on one GPU: BC and ACRLPD steps, sampling, best-of-N; random weights.
+"""Speed and memory of full-size π₀ on one GPU: training steps of every algorithm, sampling, best-of-N; random weights.
 
-    PYTHONPATH=src python benchmarks/gpu.py --quick          a few rows
-    PYTHONPATH=src python benchmarks/gpu.py --json out.json   all rows
+    PYTHONPATH=src python benchmarks/gpu.py --quick                              the rows that the others follow from
+    PYTHONPATH=src python benchmarks/gpu.py --only bc,awr --markdown out.md      these rows
+    PYTHONPATH=src python benchmarks/gpu.py --list                               what rows there are
 
-Needs jax, optax and jaxtyping only (augmax for `--augment`). Each row: median of the repeats after a warm-up, the
-compile time of the first call, and the peak memory of the process so far (rows run from small to large).
+Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up. Operations
+are the model's own, without what rematerialisation repeats; their share is of the rate of one large bfloat16 product,
+measured first. Memory is the program's as compiled: arguments, results and temporaries.
 """
 
 import argparse
+import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pirl.agents.acrlpd import ACRLPD
+from pirl.agents.agent import Agent
 from pirl.agents.bc import BC
-from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.agents.learner import Learner
-from pirl.models import flow, pi0
-from pirl.models.config import Pi0Config, get_preset
+from pirl.agents.ript import RIPT
+from pirl.models import attention, flow, pi0
+from pirl.models.config import Attention, FreezeRule, Pi0Config, Remat, get_preset
 from pirl.models.critic import make_critic
 from pirl.models.critic_config import CriticConfig
 from pirl.models.freeze import trainable_mask
 from pirl.models.observation import Observation
 from pirl.models.pi0 import Pi0
 from pirl.training.config import AdamW, ConstantSchedule, CosineSchedule
+from pirl.training.flops import count_flops
 from pirl.training.optim import make_optimizer, make_schedule
 
 GIB = 2**30
+LONGEST = 10.0
+"""Seconds after which a row is repeated no more, once it has three repeats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    """What `--only` calls it."""
+    what: str
+    """`sample`, or an algorithm: `bc`, `awr`, `distill`, `ript`."""
+    size: int = 32
+    """Observations per step."""
+    cameras: int = 3
+    """Pictures per observation."""
+    rule: FreezeRule = "full"
+    """What trains."""
+    num: int = 4
+    """Candidates per observation."""
+    updates: int = 1
+    """Critic updates per step."""
+    pi05: bool = False
+    """π₀.₅ instead of π₀."""
+    remat: Remat | None = None
+    """Instead of `--remat`, where memory asks for it."""
+    quick: bool = False
+    """Is it part of `--quick`?"""
+
+    def __str__(self) -> str:
+        model = "π₀.₅" if self.pi05 else "π₀"
+        if self.what == "sample":
+            return f"{model}: {self.num} chunk(s) for each of {self.size}"
+        extras = {"awr": f", best of {self.num}", "distill": f", best of {self.num}"}.get(self.what, "")
+        extras += f", {self.updates} critic updates" if self.updates > 1 else ""
+        extras += f", {self.rule}" if self.rule != "full" else ""
+        extras += f", remat {self.remat}" if self.remat else ""
+        return f"{model} {self.what}: batch {self.size}, {self.cameras} cameras{extras}"
+
+
+ROWS = (
+    Row(name="sample-1", what="sample", size=1, num=1, quick=True),
+    Row(name="sample-8", what="sample", size=8, num=1),
+    Row(name="sample-32", what="sample", num=1, quick=True),
+    Row(name="best-of-4", what="sample", num=4),
+    Row(name="best-of-32", what="sample", num=32, quick=True),
+    Row(name="best-of-32-alone", what="sample", size=1, num=32),
+    Row(name="bc", what="bc", quick=True),
+    Row(name="bc-8", what="bc", size=8),
+    Row(name="bc-64", what="bc", size=64, remat="full"),
+    Row(name="bc-2cam", what="bc", cameras=2),
+    Row(name="bc-full-remat", what="bc", remat="full"),
+    Row(name="awr", what="awr", quick=True),
+    Row(name="awr-8", what="awr", size=8),
+    Row(name="awr-2cam", what="awr", cameras=2),
+    Row(name="awr-frozen", what="awr", rule="vlm_frozen"),
+    Row(name="awr-n32", what="awr", num=32),
+    Row(name="awr-utd10", what="awr", updates=10),
+    Row(name="distill-frozen", what="distill", rule="vlm_frozen"),
+    Row(name="ript-nft", what="ript"),
+    Row(name="pi05-sample-1", what="sample", size=1, num=1, pi05=True),
+    Row(name="pi05-bc", what="bc", pi05=True),
+    Row(name="pi05-awr", what="awr", pi05=True),
+)
 
 
 def real_dim(config: Pi0Config) -> int:
@@ -48,18 +121,19 @@ def critic_horizon(config: Pi0Config) -> int:
 
 
 def batch(config: Pi0Config, size: int, cameras: int, key: jax.Array) -> dict[str, Any]:
-    """A made-up Q-chunk batch on the device."""
-    keys = iter(jax.random.split(key, 16))
+    """A made-up batch with what all algorithms read; prompts fill a quarter to all of their room."""
+    keys = iter(jax.random.split(key, 32))
 
     def observation() -> dict[str, Any]:
         shape = (size, config.image_size, config.image_size, 3)
-        names = config.cameras[:cameras]
+        names, room = config.cameras[:cameras], config.token_len
+        length = jax.random.randint(next(keys), (size, 1), room // 4, room + 1)
         return {
             "image": {n: jax.random.randint(next(keys), shape, 0, 256, jnp.int32).astype(jnp.uint8) for n in names},
             "image_mask": {n: jnp.ones(size, bool) for n in names},
             "state": jax.random.normal(next(keys), (size, config.action_dim)),
-            "tokenized_prompt": jax.random.randint(next(keys), (size, config.token_len), 0, 1000),
-            "tokenized_prompt_mask": jnp.ones((size, config.token_len), bool),
+            "tokenized_prompt": jax.random.randint(next(keys), (size, room), 0, min(1000, config.vocab_size)),
+            "tokenized_prompt_mask": jnp.arange(room)[None] < length,
         }
 
     actions = jax.random.normal(next(keys), (size, config.horizon, config.action_dim))
@@ -75,23 +149,29 @@ def batch(config: Pi0Config, size: int, cameras: int, key: jax.Array) -> dict[st
         "length": jnp.full(size, critic_horizon(config), jnp.int32),
         "reward_sum": jnp.zeros(size),
         "mc_return": jnp.full(size, 0.5),
+        "executed": ones,
+        "advantage": jax.random.normal(next(keys), (size,)),
+        "weight": jnp.ones(size),
+        "fresh": jnp.zeros(size),
     }
 
 
-def learner(config: Pi0Config, rule: str) -> Learner:
-    """OpenPI's optimizer and average."""
-    mask = None if rule == "full" else trainable_mask(pi0.param_shapes(config), config, rule)  # type: ignore[arg-type]
-    return Learner(tx=make_optimizer(AdamW(), make_schedule(CosineSchedule())), mask=mask, ema_decay=0.99)
-
-
-def make_agent(config: Pi0Config, what: str, rule: str, num: int, augment: bool) -> BC | ACRLPD:
-    """`bc`, `awr` or `distill`."""
-    if what == "bc":
-        return BC(
-            policy=Pi0(config),
-            config=BCConfig(augment=augment),
-            learner=learner(config, rule),
+def make_agent(config: Pi0Config, row: Row, *, augment: bool) -> Agent:
+    """The algorithm with OpenPI's optimizer, and an average where it has one by default."""
+    mask = None if row.rule == "full" else trainable_mask(pi0.param_shapes(config), config, row.rule)
+    tx = make_optimizer(AdamW(), make_schedule(CosineSchedule()))
+    learner = Learner(tx=tx, mask=mask, ema_decay=None if row.what == "ript" else 0.99)
+    policy, frozen = Pi0(config), row.rule in ("vlm_frozen", "expert_only")
+    if row.what == "bc":
+        return BC(policy=policy, config=BCConfig(augment=augment), learner=learner, real_action_dim=real_dim(config))
+    if row.what == "ript":
+        return RIPT(
+            policy=policy,
+            config=RIPTConfig(augment=augment),
+            learner=learner,
             real_action_dim=real_dim(config),
+            encoder_frozen=frozen,
+            compute_dtype=config.dtype,
         )
     critic = make_critic(
         CriticConfig(),
@@ -100,120 +180,189 @@ def make_agent(config: Pi0Config, what: str, rule: str, num: int, augment: bool)
         real_action_dim=real_dim(config),
         critic_horizon=critic_horizon(config),
     )
+    settings: dict[str, Any] = {
+        "actor": row.what,
+        "num_action_samples": row.num,
+        "critic_updates": row.updates,
+        "augment": augment,
+    }
     return ACRLPD(
-        policy=Pi0(config),
+        policy=policy,
         critic=critic,
-        config=ACRLPDConfig(actor=what, num_action_samples=num, augment=augment),  # type: ignore[arg-type]
-        policy_learner=learner(config, rule),
+        config=ACRLPDConfig(**settings),
+        policy_learner=learner,
         critic_learner=Learner(tx=make_optimizer(AdamW(), make_schedule(ConstantSchedule())), ema_decay=0.99),
-        encoder_frozen=rule in ("vlm_frozen", "expert_only"),
+        encoder_frozen=frozen,
     )
 
 
-def timed(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """(seconds of the first call, median seconds of the others)."""
-    begin = time.perf_counter()
-    jax.block_until_ready(call())
-    first, times = time.perf_counter() - begin, []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - begin)
-    return first, float(np.median(times))
-
-
-def peak() -> float:
-    """GiB at most in use so far."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", 0) / GIB
-
-
-def train_row(config: Pi0Config, what: str, *, size: int, cameras: int, rule: str, num: int, args: Any) -> dict:
-    """One training step."""
-    agent = make_agent(config, what, rule, num, args.augment)
-    state = jax.jit(agent.init)(jax.random.key(0))
-    data = jax.jit(lambda key: batch(config, size, cameras, key))(jax.random.key(1))
-    update = jax.jit(agent.update, donate_argnums=0)
-
-    def step() -> Any:
-        nonlocal state
-        state, metrics = update(state, data, jax.random.key(2))
-        return metrics
-
-    first, seconds = timed(step, args.repeats)
-    return {"seconds": seconds, "first_call": first}
-
-
-def sample_row(config: Pi0Config, *, size: int, num: int, args: Any) -> dict:
-    """N chunks for each of some observations, from pictures, with bfloat16 weights."""
+def sampler(config: Pi0Config, row: Row) -> Callable[[Any, Any, jax.Array], jax.Array]:
+    """(weights, observations, key) -> chunks, from pictures."""
     policy = Pi0(config)
-    params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.init(key)))(jax.random.key(0))
-    data = jax.jit(lambda key: batch(config, size, 3, key))(jax.random.key(1))["observations"]
 
-    @jax.jit
     def sample(params: Any, data: Any, key: jax.Array) -> jax.Array:
-        noise = jax.random.normal(key, (size, num, config.horizon, config.action_dim))
-        context = policy.encode(params, Observation.from_dict(data))
-        return flow.sample(policy, params, context, noise)
+        noise = jax.random.normal(key, (row.size, row.num, config.horizon, config.action_dim))
+        return flow.sample(policy, params, policy.encode(params, Observation.from_dict(data)), noise)
 
-    first, seconds = timed(lambda: sample(params, data, jax.random.key(2)), args.repeats)
-    return {"seconds": seconds, "first_call": first}
+    return sample
 
 
-def rows(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Name and measurement of every row, small ones first."""
-    base = replace(get_preset(args.preset), remat=args.remat)
-    for size, num in ((1, 1), (8, 1), (32, 1), (32, 4), (32, 32)):
-        if not args.quick or (size, num) in ((1, 1), (32, 1), (32, 32)):
-            yield (
-                f"sample batch {size}, best of {num}",
-                lambda s=size, n=num: sample_row(base, size=s, num=n, args=args),
-            )  # type: ignore[misc]
+def measure(config: Pi0Config, row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """Compile, warm up, repeat."""
+    cameras = min(row.cameras, len(config.cameras))
+    data = jax.jit(lambda key: batch(config, row.size, cameras, key))(jax.random.key(1))
+    key = jax.random.key(2)
+    counted = replace(config, remat="none", attention="plain")
+    if row.what == "sample":
+        # Weights as they are served: cast and cut once, not in each call.
+        policy, data = Pi0(config), data["observations"]
+        half = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.init(key)))(jax.random.key(0))
+        flops = count_flops(sampler(counted, row), half, data, key)
+        state: Any = jax.jit(policy.for_inference)(half)
+        del half
+        program = jax.jit(sampler(config, row)).lower(state, data, key)
+    else:
+        agent = make_agent(config, row, augment=args.augment)
+        state = jax.jit(agent.init)(jax.random.key(0))
+        flops = count_flops(make_agent(counted, row, augment=args.augment).update, state, data, key)
+        program = jax.jit(agent.update, donate_argnums=0).lower(state, data, key)
+    begin = time.perf_counter()
+    run = program.compile()
+    found: dict[str, Any] = {"compile_s": time.perf_counter() - begin, "tflop": flops / 1e12}
+    memory = run.memory_analysis()
+    if memory is not None:
+        inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        found["gib"] = (inside + memory.temp_size_in_bytes) / GIB
+    times: list[float] = []
+    for index in range(args.repeats + 1):
+        begin = time.perf_counter()
+        if row.what == "sample":
+            jax.block_until_ready(run(state, data, key))
+        else:
+            state, metrics = run(state, data, key)
+            jax.block_until_ready((state, metrics))
+        times.append(time.perf_counter() - begin)
+        if index >= 3 and sum(times) > LONGEST:
+            break
+    return found | {"seconds": float(np.median(times[1:])), "fastest_s": min(times[1:])}
 
-    def row(what: str, size: int, cameras: int, rule: str, num: int = 4) -> tuple[str, Callable[[], dict]]:
-        name = f"{what} batch {size}, {cameras} cameras, {rule}, {base.remat}" + ("" if what == "bc" else f", N={num}")
-        return name, lambda: train_row(base, what, size=size, cameras=cameras, rule=rule, num=num, args=args)
 
-    yield row("bc", 32, 3, "full")
-    yield row("awr", 32, 3, "full")
-    if not args.quick:
-        yield row("awr", 32, 2, "full")
-        yield row("awr", 32, 3, "vlm_frozen")
-        yield row("distill", 32, 3, "vlm_frozen")
-        yield row("bc", 64, 3, "full")
+def matmul_rate(size: int = 8192) -> float:
+    """FLOP/s of a bfloat16 product: what arithmetic can be hoped for here."""
+    if jax.default_backend() == "cpu":
+        size = 512
+    x = jax.jit(lambda key: jax.random.normal(key, (size, size), jnp.bfloat16))(jax.random.key(0))
+    # Several in one program, each on the last one's result, so that launching them does not count.
+    many = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: (x @ y) * jnp.bfloat16(size**-0.5), x))
+    jax.block_until_ready(many(x))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        jax.block_until_ready(many(x))
+        times.append(time.perf_counter() - begin)
+    return 10 * 2 * size**3 / float(np.median(times))
+
+
+def peak_gib() -> float:
+    """GiB the process has held at most so far."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB
+
+
+def attempt(base: Pi0Config, row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """The row; without fused attention if it fails with it, and says so."""
+    config = replace(base, pi05=row.pi05 or base.pi05, remat=row.remat or base.remat)
+    choices: list[Attention] = [config.attention]
+    if config.attention != "plain" and attention.kernel(config, config.vlm.head_dim) is not None:
+        choices.append("plain")
+    errors: dict[str, str] = {}
+    for choice in choices:
+        try:
+            return measure(replace(config, attention=choice), row, args) | {"attention": choice, "errors": errors}
+        except Exception as error:
+            errors[choice] = f"{type(error).__name__}: {error}"[:2000]
+            out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+            # The frames of a failed row hold its state.
+            error.__traceback__ = None
+        gc.collect()
+        jax.clear_caches()
+        if out_of_memory:
+            break
+    return {"errors": errors}
+
+
+def table(results: dict[str, Any], rate: float) -> Iterator[str]:
+    """Markdown."""
+    yield "| what | ms | GiB | TFLOP | of the matmul rate | compile s | attention |\n|---|---|---|---|---|---|---|"
+    for found in results.values():
+        if "seconds" not in found:
+            yield f"| {found['what']} | failed: {list(found['errors'].values())[-1].splitlines()[0][:160]} | | | | | |"
+            continue
+        share = found["tflop"] * 1e12 / found["seconds"] / rate
+        yield (
+            f"| {found['what']} | {1e3 * found['seconds']:.1f} | {found.get('gib', 0):.1f} | {found['tflop']:.1f} "
+            f"| {share:.0%} | {found['compile_s']:.0f} | {found['attention']} |"
+        )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", default="pi0", help="model preset (pi0, pi0_small, pi0_tiny, ...)")
+    parser.add_argument("--remat", default="names", choices=("none", "names", "dots", "full"))
+    parser.add_argument("--attention", default="auto", choices=("auto", "plain", "xla", "cudnn"))
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--only", default="", help="names of rows, separated by commas")
+    parser.add_argument("--augment", action="store_true", help="augment pictures (needs augmax)")
+    parser.add_argument("--quick", action="store_true", help="a few rows")
+    parser.add_argument("--list", action="store_true", help="the names of the rows, and nothing else")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
+    parser.add_argument("--cache", type=Path, help="keep compiled programs in this folder, for a second run")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--markdown", type=Path, help="write the table there")
+    args = parser.parse_args()
+    unknown = set(filter(None, args.only.split(","))) - {row.name for row in ROWS}
+    if unknown:
+        parser.error(f"no row is called {', '.join(sorted(unknown))}; --list names them")
+    return args
 
 
 def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--preset", default="pi0", help="model preset (pi0, pi05, pi0_small, ...)")
-    parser.add_argument("--remat", default="names", choices=("none", "names", "dots", "full"))
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--augment", action="store_true", help="augment pictures (needs augmax)")
-    parser.add_argument("--quick", action="store_true", help="a few rows")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    args = parser.parse_args()
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, {args.preset}, remat {args.remat}\n")
-    print("| what | ms | first call s | peak GiB |\n|---|---|---|---|")
-    results = {}
-    for name, measure in rows(args):
-        if args.only not in name:
-            continue
-        try:
-            found = measure() | {"peak_gib": peak()}
-            print(f"| {name} | {1e3 * found['seconds']:.1f} | {found['first_call']:.1f} | {found['peak_gib']:.1f} |")
-        except Exception as error:
-            found = {"error": str(error).splitlines()[0][:200]}
-            print(f"| {name} | {found['error']} | | |")
-        results[name] = found
-        sys.stdout.flush()
+    """Measure and print; what there is so far is written after every row."""
+    began, args = time.perf_counter(), arguments()
+    names = list(filter(None, args.only.split(",")))
+    rows = [row for row in ROWS if (row.name in names if names else row.quick or not args.quick)]
+    rows.sort(key=lambda row: names.index(row.name) if names else 0)
+    if args.list:
+        print("\n".join(f"{row.name:18} {row}" for row in rows))
+        return 0
+    if args.cache:
+        jax.config.update("jax_compilation_cache_dir", str(args.cache))
+    base = replace(get_preset(args.preset), remat=args.remat, attention=args.attention)
+    rate, device = matmul_rate(), jax.devices()[0]
+    head = f"{device.device_kind}, jax {jax.__version__}, {args.preset}, remat {args.remat}, "
+    head += f"{'' if args.augment else 'not '}augmented, matmul {rate / 1e12:.0f} TFLOP/s"
+    print(head, flush=True)
+    results: dict[str, Any] = {}
+    for row in rows:
+        if time.perf_counter() - began > args.limit:
+            print(f"left out for want of time: {', '.join(r.name for r in rows if r.name not in results)}")
+            break
+        begin = time.perf_counter()
+        found = attempt(base, row, args) | {"what": str(row), "peak_so_far_gib": peak_gib()}
+        results[row.name] = found | {"row_s": time.perf_counter() - begin}
+        for choice, error in found["errors"].items():
+            print(f"{row.name} with attention {choice}: {error}")
+        print(f"{row.name:18} {list(table({'': found}, rate))[-1]}", flush=True)
+        gc.collect()
         jax.clear_caches()
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
-    return 0
+        report = {"device": device.device_kind, "jax": jax.__version__, "matmul_tflops": rate / 1e12}
+        report |= {"arguments": {name: str(value) for name, value in vars(args).items()}, "rows": results}
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1))
+        if args.markdown:
+            args.markdown.write_text(f"{head}\n\n" + "\n".join(table(results, rate)) + "\n")
+    return int(any("seconds" not in found for found in results.values()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -164,6 +164,12 @@ def test_the_kernel_is_chosen_by_device_and_shape(
             attention.kernel(config, head_dim)
 
 
+def test_an_odd_number_of_tokens_is_left_to_the_plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "cuda_capability", lambda: (9, 0))
+    config = replace(SMALL, dtype="bfloat16")
+    assert [attention.kernel(config, 72, tokens=n) for n in (255, 256)] == [None, "cudnn"]
+
+
 def test_there_is_no_gpu_here() -> None:
     assert attention.cuda_capability() is None
 

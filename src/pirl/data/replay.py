@@ -255,7 +255,7 @@ def _read(path: Path, cameras: tuple[str, ...]) -> tuple[Episode, Frames]:
         )
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", hint="restore the replay folder that belongs to it") from error
-    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path} cannot be read as an episode of the cameras {cameras}: {error}",
             hint="the file is damaged, or the run had other cameras; restore the replay folder that belongs to it",

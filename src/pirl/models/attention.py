@@ -23,11 +23,11 @@ FUSED_FORWARD = "dot_product_attention_fwd_wrapper"
 """jax's name for the primitive of cuDNN's forward pass, for rematerialisation to keep what it leaves."""
 
 
-def kernel(config: Pi0Config, head_dim: int) -> Kernel | None:
-    """The fused kernel to use for heads of this size, or None for plain attention."""
+def kernel(config: Pi0Config, head_dim: int, tokens: int = 0) -> Kernel | None:
+    """The fused kernel to use for heads of this size and so many tokens, or None for plain attention."""
     if config.attention in ("plain", "xla"):
         return "xla" if config.attention == "xla" else None
-    obstacle = _obstacle(config.dtype, head_dim, cuda_capability())
+    obstacle = _obstacle(config.dtype, head_dim, tokens, cuda_capability())
     if obstacle is None:
         return "cudnn"
     if config.attention == "cudnn":
@@ -45,7 +45,7 @@ def cuda_capability() -> tuple[int, int] | None:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
-def _obstacle(dtype: str, head_dim: int, capability: tuple[int, int] | None) -> str | None:
+def _obstacle(dtype: str, head_dim: int, tokens: int, capability: tuple[int, int] | None) -> str | None:
     if capability is None or capability < OLDEST:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     if dtype != "bfloat16":
@@ -53,6 +53,8 @@ def _obstacle(dtype: str, head_dim: int, capability: tuple[int, int] | None) -> 
     largest = 256 if capability >= HOPPER else 128
     if head_dim % 8 or head_dim > largest:
         return f"a head has {head_dim} dimensions; it takes multiples of 8 up to {largest} on this GPU"
+    if tokens % 2:
+        return f"its backward pass takes an even number of tokens, and there are {tokens}"
     return None
 
 

@@ -149,7 +149,7 @@ def encode_prefix(
 
 def _prefix_attention(config: Pi0Config, mask: Bool[Array, "B P"]) -> Callable[[Array, Array, Array], Array]:
     """Attention of the prefix to itself, by the program that the configuration and the device allow."""
-    how = attention.kernel(config, config.vlm.head_dim)
+    how = attention.kernel(config, config.vlm.head_dim, tokens=mask.shape[1])
     if how is not None:
         real = attention.lengths(mask)
         return lambda q, k, v: attention.fused(how, q, k, v, lengths=real)

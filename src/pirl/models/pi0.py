@@ -36,7 +36,7 @@ class Context:
     values: Float[Array, "layers B P K h"]
     """Values of the prefix in each layer."""
     mask: Bool[Array, "B P"]
-    """Which prefix tokens are real."""
+    """Which prefix tokens are real; they come first where attention is fused."""
     positions: Int[Array, "B P"]
     """Positions of the prefix tokens; padding does not advance them."""
     features: Float[Array, "B P W"]

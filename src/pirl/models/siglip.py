@@ -50,7 +50,7 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
     x = x @ kernel.reshape(-1, kernel.shape[-1]) + params["embedding"]["bias"]
     x = (x + params["pos_embedding"]).astype(dtype)
 
-    how = attention.kernel(config, config.vision.width // config.vision.num_heads)
+    how = attention.kernel(config, config.vision.width // config.vision.num_heads, tokens=x.shape[1])
 
     def block(x: Array, w: Params) -> tuple[Array, None]:
         x = by_sample(x)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from pirl.training.watchdog import Watchdog
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop"),
-    *("debug_nans", "log_memory", "rollout.backend", "rollout.num_workers", "rollout.worker_timeout"),
+    *("debug_nans", "log_memory", "watchdog", "rollout.backend", "rollout.num_workers", "rollout.worker_timeout"),
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
 
@@ -104,7 +105,7 @@ def run(
             position = {"step": step, "stream": stream.state(), "pending": pending, "patience": patience.state()}
             if not checkpoints.save(step, state, extra=position, metrics=values, weights=served_weights(agent, state)):
                 checkpoints.amend(step, position)  # the same weights, and more that was collected with them
-            stream.prune(kept["stream"] for kept in (position, *checkpoints.extras()))
+            stream.prune(kept["stream"] for kept in chain([position], checkpoints.extras()))
 
         if evaluator is not None and not extra:
             log.write(0, evaluator(state, progress.say))
