@@ -45,7 +45,7 @@ def leave_product(argv: list[str]) -> None:
         case "eval":
             Path(value("--out")).mkdir(parents=True)
             rate = {"rate": 0.5, "low": 0.4, "high": 0.6}
-            (Path(value("--out")) / "eval.json").write_text(json.dumps({"success": rate}))
+            (Path(value("--out")) / "eval.json").write_text(json.dumps({"result": {"success": rate}}))
         case "report":
             Path(value("--out")).write_text("<html>")
 

@@ -155,7 +155,7 @@ def print_table(results: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = [(result.name, json.loads(result.evaluation.read_text())) for result in results]
+    rows = [(result.name, json.loads(result.evaluation.read_text())["result"]) for result in results]
     table = Table(title="success on the same fresh initial states, 95% interval")
     for column, side in (("policy", "left"), ("success", "right"), ("interval", "right"), ("before → after", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
