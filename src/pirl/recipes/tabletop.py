@@ -34,7 +34,7 @@ _BC = RLTrainConfig(
         cameras=(BASE_CAMERA,),
         tokenizer="word",
         outcome="columns",
-        cache="ram",
+        cache="disk",
     ),
     env=TabletopConfig(level="easy"),
     rollout=RolloutConfig(num_envs=128, flow_steps=5),
