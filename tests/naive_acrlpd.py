@@ -297,7 +297,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         "actor/grad_norm": norm(policy_gradient),
         "actor/flow_loss": losses(policy, batch["actions"], batch["valid"]).mean(),
         "actor/advantage": advantage.mean(),
-        "actor/ess": weight.sum() ** 2 / (size * (weight**2).sum()),
+        "actor/ess": raw.sum() ** 2 / (size * (raw**2).sum()),
         "actor/beta": state["beta"],
         "actor/drift": np.square(drift).mean(),
         "critic/loss": loss,

@@ -137,10 +137,11 @@ def test_a_batch_without_any_valid_step_moves_nothing():
 def test_acting_samples_from_the_average():
     agent, state, start = make(), make_state(), make_batch()["observations"]["state"]
     act, observation = jax.jit(agent.act), Observation(images={}, image_masks={}, state=start)
-    noise = np.float64(jax.random.normal(KEY, (SIZE, HORIZON, DIM)))
+    keys = jax.random.split(KEY, SIZE)
+    noise = np.float64(np.stack([jax.random.normal(key, (1, HORIZON, DIM))[0] for key in keys]))
     for acting, weights in ((state, state.ema["policy"]), (replace(state, ema={}), state.params["policy"])):
         chunks = naive.sample(doubles(weights), np.float64(start), noise, agent.flow_steps)
-        close(act(acting, observation, KEY), chunks)
+        close(act(acting, observation, keys), chunks)
 
 
 def test_a_fresh_state():

@@ -440,4 +440,4 @@ def test_every_metric_is_explained():
         agent = make(loss)
         logged |= set(jax.eval_shape(agent.update, make_state(agent), make_batch(), KEY)[1])
     page = (Path(__file__).parents[2] / "docs/algorithms-ript.md").read_text()
-    assert set(re.findall(r"`((?:ript|bc)/\w+)`", page)) == logged
+    assert logged <= set(re.findall(r"`((?:ript|bc)/\w+)`", page))

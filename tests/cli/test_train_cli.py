@@ -212,7 +212,16 @@ def test_plan_passes_the_recipe_on(
 
     monkeypatch.setattr(module, "plan", plan)
     devices = ["--devices", "4", "--device-gb", "24"]
-    settings = ["acrlpd_libero_lora", "--debug", "--mesh.fsdp", "2", "--agent.flow-draws", "3"]
+    settings = [
+        "acrlpd_libero_lora",
+        "--debug",
+        "--mesh.fsdp",
+        "2",
+        "--agent.flow-draws",
+        "3",
+        "--agent.actor",
+        "distill",
+    ]
     shown = plan_of(capsys, *(devices + settings if where == "before" else settings + devices))
     assert asked["model"].vlm.width == 64
     critic = asked.pop("critic_parameters")
@@ -225,6 +234,7 @@ def test_plan_passes_the_recipe_on(
         "fsdp": 2,
         "rule": "lora",
         "ema": False,
+        "copy": True,
         "cameras": 2,
         "draws": 3,
     }

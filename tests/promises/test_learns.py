@@ -26,7 +26,7 @@ from pirl.models.critic_config import CriticConfig
 from pirl.models.mlp import MLPFlow
 from pirl.models.observation import Observation
 
-SEEDS, STEPS, BATCH, HORIZON, DISCOUNT, NUM = 3, 400, 128, 3, 0.9, 8
+SEEDS, STEPS, BATCH, HORIZON, DISCOUNT, NUM = 3, 260, 128, 3, 0.9, 8
 POLICY = MLPFlow(MLPFlowConfig(state_dim=2, action_dim=2, horizon=HORIZON, hidden=(64, 64, 64)))
 CRITIC = make_critic(
     CriticConfig(num_critics=2, hidden=(64, 64), bins=51),
@@ -44,8 +44,8 @@ class Identity:
         return {"state": state} if actions is None else {"state": state, "actions": actions}
 
 
-def demonstrated(seed: int) -> MemorySource:
-    return demonstrations(episodes=300, seed=seed, pictures=False)
+def demonstrated(seed: int, episodes: int = 300) -> MemorySource:
+    return demonstrations(episodes=episodes, seed=seed, pictures=False)
 
 
 def successful(source: MemorySource) -> MemorySource:
@@ -87,8 +87,8 @@ def training(agent):
 
         return jax.lax.scan(step, state, (data, jax.random.split(key, STEPS)))
 
-    # Here the time goes into computing, so let the compiler work (tests/conftest.py tells it not to).
-    return jax.jit(jax.vmap(run), compiler_options={"xla_backend_optimization_level": 3})
+    # Half of the time goes into computing, so let the compiler work a little (tests/conftest.py tells it not to).
+    return jax.jit(jax.vmap(run), compiler_options={"xla_backend_optimization_level": 1})
 
 
 def success(agent, states, *, candidates: int | None = None) -> np.ndarray:
@@ -116,8 +116,8 @@ def success(agent, states, *, candidates: int | None = None) -> np.ndarray:
 KEYS, MORE_KEYS = (jax.random.split(jax.random.key(seed), SEEDS) for seed in (7, 8))
 
 
-def learner(rate: float = 1e-3) -> Learner:
-    return Learner(tx=optax.adam(rate), ema_decay=0.98)
+def learner(rate: float = 2e-3) -> Learner:
+    return Learner(tx=optax.adam(rate), ema_decay=0.96)
 
 
 @functools.cache
@@ -128,13 +128,13 @@ def make_acrlpd(actor: str) -> ACRLPD:
         num_action_samples=NUM,
         flow_steps=6,
         critic_updates=2,
-        target_update_rate=0.01,
+        target_update_rate=0.02,
         target_ess=0.3,
         bc_loss_weight=0.05,
         flow_draws=2,
-        actor_warmup_steps=150,
+        actor_warmup_steps=75,
     )
-    return ACRLPD(policy=POLICY, critic=CRITIC, config=config, policy_learner=learner(), critic_learner=learner(2e-3))
+    return ACRLPD(policy=POLICY, critic=CRITIC, config=config, policy_learner=learner(), critic_learner=learner(4e-3))
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,11 @@ def test_best_of_n_improves_without_touching_the_actor(cloned: Cloned):
 
 
 def test_shuffled_outcomes_teach_nothing(cloned: Cloned):
-    """The control: with outcomes dealt at random the same run must not improve."""
+    """The control: with outcomes dealt at random the same run must not improve.
+
+    More episodes, so that no way of going is dealt more successes than others by chance.
+    """
     agent = make_acrlpd("awr")
-    sources = [shuffled(demonstrated(seed), seed) for seed in range(SEEDS)]
+    sources = [shuffled(demonstrated(seed, 1200), seed) for seed in range(SEEDS)]
     states, _ = improved(agent, cloned, batches(sources))
     assert np.all(success(agent, states) < cloned.everything + 0.2)

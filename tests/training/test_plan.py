@@ -90,7 +90,10 @@ def test_resident_bytes_are_those_of_real_arrays() -> None:
         assert found.parts["optimizer"] == pytest.approx(2 * trainable_bytes, abs=16)
         assert found.parts["critic"] == pytest.approx(4 * 4000, abs=16)
         assert found.parts["gradients"] <= trainable_bytes
-        assert plan(TINY, batch_size=4, device_gb=1, rule=rule, ema=False).parts["ema"] == 0
+        assert found.parts["copy"] == plan(TINY, batch_size=4, device_gb=1, rule=rule, ema=False).parts["ema"] == 0
+        kept = plan(TINY, batch_size=4, device_gb=1, rule=rule, copy=True)
+        assert kept.parts["copy"] == sum(2 * x.size for x in jax.tree.leaves(params))
+        assert kept.peak - found.peak == kept.parts["copy"] - found.parts["critic"]
 
 
 def test_frozen_parts_keep_nothing_and_are_still_run_forward() -> None:

@@ -185,17 +185,16 @@ class ACRLPD:
 
         imitation, drift = cloned(part.actions, part.valid)
         if c.actor == "awr":
-            weight = jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
-            loss = weight * imitation
+            loss = imitation * jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
         elif c.actor == "distill":
             best = ob.take_candidate(candidates, ob.select_best(of_candidates))
             improved, _ = cloned(best, None)
             share = jnp.where(warm, c.bc_loss_weight, 1.0)
-            loss, weight = share * imitation + (1 - share) * improved, raw
+            loss = share * imitation + (1 - share) * improved
         else:
-            loss, weight = imitation, raw
+            loss = imitation
         spread = of_candidates.max(1) - of_candidates.mean(1)
-        aux = ActorAux(inputs, candidates, advantage, spread, weight, imitation, drift)
+        aux = ActorAux(inputs, candidates, advantage, spread, raw, imitation, drift)
         return loss.mean(), jax.lax.stop_gradient(aux)
 
     def _candidates(self, params: Params, state: TrainState, context: Any, part: ActorPart) -> Float[Array, "B N H A"]:

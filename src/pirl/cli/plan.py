@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device_gb is None or not args.device_gb > 0:
         devices.error("--device-gb says how much memory one device has, such as 24 or 80")
 
+    from pirl.agents.config import ACRLPDConfig
     from pirl.errors import ConfigError
     from pirl.models.config import Pi0Config
     from pirl.models.critic import make_critic
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         fsdp=config.mesh.fsdp,
         rule=config.freeze_rule,
         ema=config.policy_ema_decay is not None,
+        copy=isinstance(config.agent, ACRLPDConfig) and config.agent.actor == "distill",
         critic_parameters=count(flatten(critic.param_shapes()).values()) if config.has_critic else None,
         optimizer=config.policy_optimizer,
         cameras=len(config.cameras),

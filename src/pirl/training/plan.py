@@ -1,7 +1,8 @@
 """Will it fit? The memory of a training step per device, from shapes alone, before anything is allocated.
 
 Resident from step to step, each leaf sharded by OpenPI's rule: the weights (float32; frozen ones bfloat16), the
-optimizer state, the average of all weights, and a critic with its target and moments.
+optimizer state, the average of all weights, a critic with its target and moments, and for `distill` a bfloat16 copy of
+the policy it started from.
 
 On top of that comes what one step needs for a while. What the three scans (SigLIP, VLM, action expert) keep between
 their forward and their backward passes is read off jax's trace of them (`activations.py`). Per block and token it is,
@@ -83,7 +84,7 @@ class Plan:
     """What one device needs, and what fits on it."""
 
     parts: Mapping[str, int]
-    """Bytes on one device at the peak: params, optimizer, ema, critic, gradients, activations, workspace."""
+    """Bytes on one device at the peak: params, optimizer, ema, copy, critic, gradients, activations, workspace."""
     phase: str
     """The moment of the step at which the peak is reached."""
     usable: int
@@ -139,6 +140,7 @@ class _Setup:
     model: Pi0Config
     rule: FreezeRule
     ema: bool
+    copy: bool
     critic: int
     optimizer: Optimizer
     devices: int
@@ -156,6 +158,7 @@ def plan(
     fsdp: int = 1,
     rule: FreezeRule | None = None,
     ema: bool = True,
+    copy: bool = False,
     critic_parameters: int | None = None,
     optimizer: str | Optimizer = "adamw",
     cameras: int | None = None,
@@ -166,8 +169,8 @@ def plan(
     """Bytes per device of training `model`, the largest batch that fits, and what to do where it does not.
 
     `device_gb` is in GiB, as nvidia-smi counts; `usable_fraction` of it is XLA's. `cameras` and `remat` default to the
-    model's own, `rule` to what OpenPI does. A batch that does not fit at once is split; where nothing fits, variations
-    are tried and those that do are suggested.
+    model's own, `rule` to what OpenPI does. `copy`: the policy that training began with is kept (`distill`). A batch
+    that does not fit at once is split; where nothing fits, variations are tried and those that do are suggested.
     """
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise did_you_mean(optimizer, OPTIMIZERS, kind="optimizer")
@@ -175,6 +178,7 @@ def plan(
         model=model if remat is None else replace(model, remat=remat),
         rule=default_rule(model) if rule is None else rule,
         ema=ema,
+        copy=copy,
         critic=critic_parameters or 0,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         devices=devices,
@@ -250,8 +254,13 @@ def _resident(setup: _Setup) -> dict[str, int]:
         "params": params,
         "optimizer": _on_device(jax.eval_shape(optimizer.init, split(shapes, mask)[0]), setup.fsdp),
         "ema": params if setup.ema else 0,
+        "copy": _on_device(jax.tree.map(_in_bfloat16, shapes), setup.fsdp) if setup.copy else 0,
         "critic": _on_device(critic, 1),
     }
+
+
+def _in_bfloat16(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
 
 
 def _on_device(tree: Any, fsdp: int) -> int:
