@@ -37,7 +37,9 @@ def stats_of(dim: int, seed: int = 0) -> NormStats:
 
 def transform_for(robot: Robot, **options: object) -> Transform:
     stats = {"state": stats_of(robot.state_dim), "actions": stats_of(robot.action_dim, 1)}
-    settings: dict = {"norm_stats": stats, "tokenizer": ByteTokenizer(), "token_len": 120, **options}
+    # π₀ has room for 32; the larger states are those of policies that read nothing else.
+    room = {"state_dim": robot.state_dim} if robot.name in ROBOTS and robot.state_dim > 32 else {}
+    settings: dict = {"norm_stats": stats, "tokenizer": ByteTokenizer(), "token_len": 120, **room, **options}
     return Transform(robot=robot, **settings)
 
 
@@ -108,7 +110,7 @@ def test_actions_come_back_from_the_model(name: str, quantile: bool, data: st.Da
     state = data.draw(hnp.arrays(np.float32, (size, robot.state_dim), elements=st.floats(0, 1, width=32)))
     actions = data.draw(hnp.arrays(np.float32, (size, horizon, robot.action_dim), elements=st.floats(-3, 3, width=32)))
     batch = transform.low_dim(state, actions, ["lift"] * size)
-    assert batch["state"].shape == (size, 32)
+    assert batch["state"].shape == (size, max(32, robot.state_dim))
     assert batch["actions"].shape == (size, horizon, 32)
     assert not batch["actions"][..., robot.action_dim :].any()
     assert not batch["state"][..., robot.state_dim :].any()
@@ -139,7 +141,7 @@ def observation_of(robot: Robot, choice: int = 0) -> dict:
     return {**pictures(robot, choice), **dict(zip(keys, values, strict=True)), "prompt": "lift"}
 
 
-@pytest.mark.parametrize("name", ROBOTS)
+@pytest.mark.parametrize("name", [name for name, robot in ROBOTS.items() if robot.cameras])
 def test_every_robot_under_every_name_of_its_inputs(name: str) -> None:
     """The same values under inference keys and under dataset keys give the same model input."""
     robot = get_robot(name)
@@ -157,7 +159,7 @@ def test_every_robot_under_every_name_of_its_inputs(name: str) -> None:
 
 def test_robots_have_openpis_dimensions() -> None:
     dims = {name: (robot.state_dim, robot.action_dim, sum(robot.delta_mask)) for name, robot in ROBOTS.items()}
-    assert dims == {
+    assert {name: found for name, found in dims.items() if not name.startswith("ogbench")} == {
         "aloha": (14, 14, 12),
         "aloha_sim": (14, 14, 0),
         "libero": (8, 7, 0),

@@ -32,6 +32,7 @@ SMALL = Pi0Config(
     max_token_len=6,
     dtype="float32",
     remat="none",
+    attention="auto",
 )
 CONFIGS = {
     "pi0": SMALL,
