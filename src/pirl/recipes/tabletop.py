@@ -42,7 +42,7 @@ _BC = RLTrainConfig(
     policy_optimizer=AdamW(weight_decay=1e-4),
     policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1.5e-3, decay_steps=1200, decay_lr=3e-5),
     checkpoint=CheckpointConfig(save_interval=400, keep_period=None),
-    batch_size=96,
+    batch_size=64,
     num_train_steps=1200,
     log_interval=50,
 )
