@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ def test_an_answer_nobody_waited_for_is_not_taken_for_the_next(monkeypatch: pyte
     with make(num_workers=1) as pool:
         pool.start({0: Context("count", 0)})
         with monkeypatch.context() as patch:
-            patch.setattr(ProcessWorker, "receive", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(ProcessWorker, "receive", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 pool.advance({0: chunk(1)}, every_picture=False)
         with pytest.warns(PirlWarning, match="not awaited"):

@@ -30,6 +30,10 @@ BETA_RATE = 0.1
 """How far log β and the mean weight move towards those of the latest batch."""
 
 
+LOGGED = 4
+"""Candidates at s that metrics are computed from, where the actor does not need them."""
+
+
 class Successor(NamedTuple):
     """What the target needs of s_{t+L}: what the critic reads, and the policy's candidates."""
 
@@ -274,17 +278,18 @@ class ACRLPD:
             self.policy.prepare(Observation.from_dict(batch[name]), key)
             for name in ("observations", "next_observations")
         )
-        actions = batch["actions"]
-        shape = (actions.shape[0], c.num_action_samples, *actions.shape[1:])
+        actions, num = batch["actions"], c.num_action_samples
+        # Where nothing but the log reads the candidates at s, a few will do.
+        here_num = min(num, LOGGED) if c.actor == "best_of_n" and not c.calql_weight else num
         part = ActorPart(
             observation=here,
             actions=actions,
             critic_actions=batch["critic_actions"],
             valid=batch["valid"],
             draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws),
-            candidate_noise=jax.random.normal(keys["here"], shape),
+            candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
         )
-        return part, (there, jax.random.normal(keys["there"], shape))
+        return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))
 
     def _update_critic(
         self, state: TrainState, aux: ActorAux, successor: Successor, batch: Any, key: Array

@@ -39,12 +39,14 @@ class Learner:
         params = params if self.mask is None else cast_frozen(params, self.mask)
         return params, self.tx.init(self.split(params)[0])
 
+    @jax.named_scope("optimizer")
     def step(self, params: Params, grads: Params, opt: Any) -> tuple[Params, Any]:
         """One optimizer step; gradients are those of the trainable leaves."""
         trainable, frozen = self.split(params)
         updates, opt = self.tx.update(grads, opt, trainable)
         return self.join(optax.apply_updates(trainable, updates), frozen), opt
 
+    @jax.named_scope("optimizer")
     def average(self, ema: Params, params: Params) -> Params:
         """The average after one more step."""
         return ema if self.ema_decay is None else ema_update(ema, params, self.ema_decay)

@@ -4,7 +4,7 @@ A kernel takes a number of keys per sample, not a mask: real keys come first (`r
 attention does not depend on the order of keys once positions are applied to them.
 """
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,16 @@ from pirl.errors import ConfigError
 from pirl.models.config import Pi0Config
 
 Kernel = Literal["xla", "cudnn"]
+
+
+class Part(NamedTuple):
+    """What attention over some of the keys gives."""
+
+    out: Float[Array, "... h"]
+    """The average of their values."""
+    norm: Float[Array, "..."]
+    """Logarithm of the sum that the average was divided by, in float32."""
+
 
 HOPPER = (9, 0)
 OLDEST = (8, 0)
@@ -71,6 +81,40 @@ def fused(
     out = jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=how)
     # What cuDNN leaves is kept by its primitive (`remat.py`); under a name as well it would be kept twice.
     return out if how == "cudnn" else checkpoint_name(out, "attention")
+
+
+def partial(
+    how: Kernel,
+    q: Float[Array, "B T n h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
+    lengths: Int[Array, "B"] | None = None,
+) -> Part:
+    """Attention over some of the keys (the first `lengths`, or all), to be `merged` with others. No gradients."""
+    if how == "cudnn":
+        # jax.nn's own function rounds the normaliser to bfloat16, which is off by up to 3 % after the exponential.
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+        masked: dict[str, Any] = {}
+        if lengths is not None:
+            rows = jnp.full(len(q), q.shape[1], jnp.int32)
+            masked = {"q_seqlen": rows, "kv_seqlen": lengths, "mask_type": cudnn.MaskType.PADDING}
+        out, norm = cudnn.dot_product_attention(q, k, v, **masked, return_residual=True)
+        return Part(out, norm.swapaxes(1, 2))
+    by_key = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    logits = jnp.einsum("btkgh,bskh->btkgs", by_key, k, preferred_element_type=jnp.float32)
+    if lengths is not None:
+        real = jnp.arange(k.shape[1]) < lengths[:, None]
+        logits = jnp.where(real[:, None, None, None], logits, -jnp.inf)
+    out = jnp.einsum("btkgs,bskh->btkgh", jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
+    return Part(out.reshape(q.shape), jax.nn.logsumexp(logits, axis=-1).reshape(q.shape[:-1]))
+
+
+def merged(first: Part, second: Part) -> Float[Array, "... h"]:
+    """Attention over the keys of both parts."""
+    share = jax.nn.sigmoid(first.norm - second.norm)[..., None]
+    out = share * first.out.astype(jnp.float32) + (1 - share) * second.out.astype(jnp.float32)
+    return out.astype(first.out.dtype)
 
 
 def lengths(mask: Bool[Array, "B P"]) -> Int[Array, "B"]:

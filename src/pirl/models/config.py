@@ -128,10 +128,10 @@ class Pi0Config:
     remat: Remat = "full"
     """What the backward pass recomputes per block: `full` everything, `dots` all but matrix products without a batch
     dimension, `names` all but the largest projections, `none` nothing. Less recomputation is faster and larger."""
-    attention: Attention = "plain"
+    attention: Attention = "auto"
     """How attention is computed. `plain`: logits in memory, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
-    bfloat16). `xla`: jax's own, for any device. `auto`: cudnn where it can run, else plain. Only rounding differs; for
-    cudnn that is shown on a CPU with xla's kernel in its place, not yet on a GPU, so it is not the default."""
+    bfloat16). `xla`: jax's own, for any device. `auto`: cudnn where it can run, else plain. Only rounding differs, and
+    on an H200 no more than bfloat16's own (`benchmarks/gpu_parity.py`)."""
     feature_layer: int = -1
     """The critic reads the input of this VLM layer (-1: of the last). `depth` means the final norm's output, which
     only a pretrained VLM has trained: π₀'s own loss gives nothing after the last layer's keys and values a gradient."""
@@ -184,6 +184,8 @@ class MLPFlowConfig:
     """Actions per chunk."""
     hidden: tuple[int, ...] = (512, 512, 512, 512)
     """Widths of the hidden layers."""
+    dtype: DType = "float32"
+    """Type of activations and matrix products; parameters are stored in float32."""
 
 
 _TINY_VISION = SigLIPConfig(width=64, depth=2, mlp_dim=128, num_heads=2, patch_size=8)

@@ -88,11 +88,13 @@ class Critic(ABC):
         """Fresh parameters, other ones for each member."""
         return initialize(self.declare(), key)
 
+    @jax.named_scope("critic")
     def embed(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B D"]:
         """Everything that does not depend on actions, once per observation. No gradient flows into the inputs."""
         inputs = jax.lax.stop_gradient(inputs)
         return jax.vmap(lambda member: self.embed_member(member, inputs))(params)
 
+    @jax.named_scope("critic")
     def score(
         self,
         params: Params,

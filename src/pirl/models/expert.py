@@ -16,31 +16,38 @@ from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.gemma import MASKED, Rotation, expert_layers, grouped, residual, rms_norm, rope, suffix_rotation
 from pirl.models.params import Params
-from pirl.models.placement import by_sample
+from pirl.models.placement import by_sample, everywhere
+from pirl.models.remat import in_type
 
 FEW = 8
 """Suffixes below which a fused kernel does not fill the GPU, and plain attention is as fast."""
-MULTIPLE = 8
-"""Keys come in multiples of this, padded with some that are not real: kernels want even lengths."""
+EVEN, MULTIPLE = 2, 8
+"""Candidates' own keys and those they share come in multiples of these, padded with some that are not real: kernels
+want even lengths."""
 
 
-def apart(layers: Params, dtype: jnp.dtype) -> list[Params]:
+def cut(layers: Params, dtype: jnp.dtype) -> list[Params]:
     """Stacked weights as one tree per layer. Matrices are cast; norms are not: they compute in float32."""
-    cut = [jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, layer) for layer in _cut(layers)]
-    for layer in cut:
+    found = _apart(in_type(layers, dtype))
+    for layer in found:
         if "mlp" in layer:
             # Gate and up, which are multiplied one by one: cut here, they need not be in each call.
             layer["mlp"]["gating_einsum"] = list(layer["mlp"]["gating_einsum"])
-    return cut
+    return found
 
 
+@jax.named_scope("candidates")
 def pack(layers: Params, config: Pi0Config) -> list[Params]:
-    """The expert's weights, layer by layer, as `prepared` reads them; adapters are added to what they adapt."""
+    """The expert's weights, layer by layer, as `prepared` reads them; adapters are added to what they adapt.
+
+    Split over devices they would be gathered in every Euler step; they are small enough to be whole on each.
+    """
     dtype = jnp.dtype(config.dtype)
-    return [_packed(layer, config.expert, dtype) for layer in _cut(expert_layers(layers, 1))]
+    packed = [_packed(layer, config.expert, dtype) for layer in _apart(expert_layers(layers, 1))]
+    return jax.tree.map(everywhere, packed)
 
 
-def _cut(layers: Params) -> list[Params]:
+def _apart(layers: Params) -> list[Params]:
     leaves, structure = jax.tree.flatten(layers)
     return [jax.tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(len(leaves[0]))]
 
@@ -71,6 +78,7 @@ def _adapted(p: Params, lora: LoRAConfig | None) -> Array:
     return p["w"] if lora is None else p["w"] + lora.scaling * (p["lora_a"] @ p["lora_b"])
 
 
+@jax.named_scope("candidates")
 def prepared(
     layers: list[Params],
     final_norm: Params,
@@ -93,7 +101,10 @@ def prepared(
             k, v = (jnp.concatenate(pair, axis=1) for pair in ((k[:, 0], prefix_k), (v[:, 0], prefix_v)))
             found.append((k, v, real))
         shared = found
+    if attention.kernel(config, config.expert.head_dim) is not None:
+        shared = [_even(*cache) for cache in shared]
 
+    @jax.named_scope("candidates")
     def run(x: Float[Array, "B N T W"], cond: Float[Array, "B N W"] | None) -> Float[Array, "B N T W"]:
         x, length = x.astype(dtype), x.shape[2]
         turn = suffix_rotation(config, mask, length, before)
@@ -155,28 +166,42 @@ def _plain(
     return lambda q, k, v: (alone if q.shape[1] == 1 else attend)(q, k, v)
 
 
+def _even(k: Array, v: Array, real: Array) -> tuple[Array, Array, Array]:
+    """Keys and values for a fused kernel: padded, here and not in every step."""
+    pad = (0, -real.shape[1] % MULTIPLE)
+    k, v = (jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))) for x in (k, v))
+    return k, v, jnp.pad(real, ((0, 0), pad))
+
+
 def _fused(
     how: attention.Kernel,
     shared_k: Float[Array, "B S K h"],
     shared_v: Float[Array, "B S K h"],
     real: Bool[Array, "B S"],
 ) -> Callable[[Array, Array, Array], Array]:
-    """One kernel over candidates as samples: own keys, then the shared ones. Query heads that share a key head become
-    queries of one head, so that a kernel's tile is full although a chunk is short.
+    """One kernel for all candidates' queries over the keys they share, one over each candidate's own, and their merger.
+
+    Query heads that share a key head become queries of one head, so that a kernel's tile is full although a chunk is
+    short.
     """
+    shared_real = attention.lengths(real)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         batch, num, length, kv_heads, head_dim = k.shape
-        pad = -(length + shared_k.shape[1]) % MULTIPLE
+        queries = grouped(q, k).swapaxes(3, 4)
 
-        def joined(own: Array, shared: Array) -> Array:
-            shared = jnp.pad(shared, ((0, 0), (0, pad), (0, 0), (0, 0)))
-            shared = jnp.broadcast_to(shared[:, None], (batch, num, *shared.shape[1:]))
-            return jnp.concatenate([own, shared], axis=2).reshape(batch * num, -1, kv_heads, head_dim)
+        def over(size: int, keys: Array, values: Array, real: Array | None) -> attention.Part:
+            part = attention.partial(how, queries.reshape(size, -1, kv_heads, head_dim), keys, values, real)
+            return attention.Part(part.out.reshape(queries.shape), part.norm.reshape(queries.shape[:-1]))
 
-        queries = grouped(q, k).swapaxes(3, 4).reshape(batch * num, -1, kv_heads, head_dim)
-        real_keys = jnp.repeat(length + attention.lengths(real), num)
-        out = attention.fused(how, queries, joined(k, shared_k), joined(v, shared_v), lengths=real_keys)
-        return out.reshape(batch, num, length, -1, kv_heads, head_dim).swapaxes(3, 4).reshape(q.shape)
+        def own(x: Array) -> Array:
+            return jnp.pad(x.reshape(-1, length, kv_heads, head_dim), ((0, 0), (0, -length % EVEN), (0, 0), (0, 0)))
+
+        # Without lengths where there is no padding: the kernel has less to prepare.
+        own_real = jnp.full(batch * num, length, jnp.int32) if length % EVEN else None
+        out = attention.merged(
+            over(batch, shared_k, shared_v, shared_real), over(batch * num, own(k), own(v), own_real)
+        )
+        return out.swapaxes(3, 4).reshape(q.shape)
 
     return attend

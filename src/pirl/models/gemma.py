@@ -18,7 +18,7 @@ from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import over_layers
+from pirl.models.remat import in_type, over_layers, without_last
 
 MASKED = -2.3819763e38
 """Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
@@ -90,6 +90,7 @@ class Prefix(NamedTuple):
     features: Float[Array, "B P W"]
 
 
+@jax.named_scope("vlm")
 def encode_prefix(
     params: Params,
     config: Pi0Config,
@@ -107,12 +108,10 @@ def encode_prefix(
     feature_layer = config.feature_layer % c.depth if config.feature_layer <= last else c.depth
     turn = rotation(positions, c.head_dim, limit=x.shape[1])
     attend = _prefix_attention(config, mask)
-    apart = isinstance(params["layers"], list)
-    layers: Any = params["layers"] if apart else expert_layers(params["layers"], 0)
+    layers: Any = params["layers"]
+    if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
+        layers = in_type(expert_layers(layers, 0), x.dtype)
     skip = feature_layer <= last and c.depth > 1
-    # Where nothing is recomputed, or layers are apart, the last one is taken out of the loop: copying the others costs
-    # little, or nothing. Otherwise the loop goes over all of them, and decides as it runs.
-    peel = skip and (apart or config.remat == "none")
 
     def begin(w: Params, x: Array) -> tuple[Array, Array, Array]:
         h, _ = rms_norm(w["pre_attention_norm"], by_sample(x), None)
@@ -123,24 +122,17 @@ def encode_prefix(
         w, index = layer
         if features is not None:
             features = jnp.where(index == feature_layer, jax.lax.stop_gradient(x), features)
-        # Cast before the branch, so that gradients leave it as they are and are widened as they are stored.
-        w = w | {name: jax.tree.map(lambda leaf: leaf.astype(x.dtype), w[name]) for name in ("attn", "mlp")}
         h, k, v = begin(w, x)
+        attended = attend(_queries(w["attn"], c, h, turn), k, v)
+        return (_after_attention(w, c, by_sample(x), attended, gate=None, cond=None), features), (k, v)
 
-        def finish() -> Array:
-            attended = attend(_queries(w["attn"], c, h, turn), k, v)
-            return _after_attention(w, c, by_sample(x), attended, gate=None, cond=None)
-
-        x = jax.lax.cond(index < last, finish, lambda: x) if skip and not peel else finish()
-        return (x, features), (k, v)
-
-    looped: Any = list(zip(layers, range(c.depth), strict=True)) if apart else (layers, jnp.arange(c.depth))
-    if peel:
-        looped = looped[:-1] if apart else jax.tree.map(lambda leaf: leaf[:-1], looped)
     carry = (x, jnp.zeros_like(x) if feature_layer < last else None)
-    (x, features), (keys, values) = over_layers(block, carry, looped, config.remat)
-    if peel:
-        _, k, v = begin(layers[-1] if apart else jax.tree.map(lambda leaf: leaf[-1], layers), x)
+    looped, final = without_last(layers) if skip else (layers, None)
+    count = c.depth - int(skip)
+    numbered = list(zip(looped, range(count), strict=True)) if isinstance(looped, list) else (looped, jnp.arange(count))
+    (x, features), (keys, values) = over_layers(block, carry, numbered, config.remat)
+    if final is not None:
+        _, k, v = begin(final, x)
         keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
     if feature_layer == c.depth:
         x, _ = rms_norm(params["final_norm"], x, None)
@@ -170,6 +162,7 @@ class Suffix(NamedTuple):
     values: Float[Array, "layers B N S K h"]
 
 
+@jax.named_scope("expert")
 def run_suffix(
     params: Params,
     config: Pi0Config,
@@ -214,7 +207,7 @@ def run_suffix(
         q, (k, v) = _queries(weights["attn"], c, h, turn), _keys_values(weights["attn"], c, h, turn)
         return _after_attention(weights, c, x, attend(q, k, v), gate=gate, cond=cond), (k, v)
 
-    layers = (expert_layers(params["layers"], 1), keys, values)
+    layers = (in_type(expert_layers(params["layers"], 1), x.dtype), keys, values)
     x, (own_keys, own_values) = over_layers(block, x, layers, config.remat)
     out, _ = rms_norm(params["final_norm_1"], x, cond)
     return Suffix(out, own_keys, own_values)

@@ -70,10 +70,13 @@ class MLPFlow:
     ) -> Float[Array, "B N H A"]:
         """dx/dt at N noisy chunks per state."""
         batch, num = t.shape
-        state = jnp.broadcast_to(context[:, None], (batch, num, context.shape[-1]))
-        h = jnp.concatenate([state, x_t.reshape(batch, num, -1), t[..., None]], axis=-1)
-        for i in range(len(self.config.hidden) + 1):
-            h = h @ params[f"dense_{i}"]["kernel"] + params[f"dense_{i}"]["bias"]
-            if i < len(self.config.hidden):
-                h = jax.nn.gelu(h)
-        return h.reshape(x_t.shape)
+        dtype = jnp.dtype(self.config.dtype)
+        kernels = [params[f"dense_{i}"]["kernel"].astype(dtype) for i in range(len(self.config.hidden) + 1)]
+        biases = [params[f"dense_{i}"]["bias"].astype(dtype) for i in range(len(self.config.hidden) + 1)]
+        # The first matrix on [state, chunk, time], in parts: all candidates share the state's.
+        of_state, of_rest = jnp.split(kernels[0], [context.shape[-1]])
+        rest = jnp.concatenate([x_t.reshape(batch, num, -1), t[..., None]], axis=-1)
+        h = (context.astype(dtype) @ of_state)[:, None] + rest.astype(dtype) @ of_rest + biases[0]
+        for kernel, bias in zip(kernels[1:], biases[1:], strict=True):
+            h = jax.nn.gelu(h) @ kernel + bias
+        return h.reshape(x_t.shape).astype(x_t.dtype)

@@ -121,9 +121,9 @@ class Pi0:
         """
         dtype, vision = jnp.dtype(self.config.dtype), params["PaliGemma"]["img"]
         llm = params["PaliGemma"]["llm"]
-        blocks = vision["Transformer"] | {"encoderblock": expert.apart(vision["Transformer"]["encoderblock"], dtype)}
+        blocks = vision["Transformer"] | {"encoderblock": expert.cut(vision["Transformer"]["encoderblock"], dtype)}
         llm = llm | {
-            "layers": expert.apart(gemma.expert_layers(llm["layers"], 0), dtype),
+            "layers": expert.cut(gemma.expert_layers(llm["layers"], 0), dtype),
             "expert": expert.pack(llm["layers"], self.config),
         }
         return params | {"PaliGemma": {"img": vision | {"Transformer": blocks}, "llm": llm}}

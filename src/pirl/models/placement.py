@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 _batch: ContextVar[NamedSharding | None] = ContextVar("batch", default=None)
@@ -25,6 +25,12 @@ def batch_on(sharding: NamedSharding) -> Iterator[None]:
         yield
     finally:
         _batch.reset(token)
+
+
+def everywhere(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """The same array, whole on every device: for weights that a loop reads in every turn, gathered before it."""
+    sharding = _batch.get()
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def by_sample(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:

@@ -15,6 +15,7 @@ MAX_ROTATION = 5.0
 BRIGHTNESS, CONTRAST, SATURATION = 0.3, 0.4, 0.5
 
 
+@jax.named_scope("pictures")
 def prepare(observation: Observation, *, size: int, cameras: Sequence[str], key: Array | None = None) -> Observation:
     """Pictures as float32 in [-1, 1] at the model's size, in the model's camera order, with a mask each.
 

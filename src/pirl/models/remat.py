@@ -30,6 +30,22 @@ def over_layers(block: Block, carry: Any, layers: Any, remat: Remat) -> tuple[An
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
+def in_type(stacked: Any, dtype: jnp.dtype) -> Any:
+    """Stacked layers with their matrices in the type they are multiplied in; vectors (norms, biases) as they are.
+
+    Cast once, before the loop: inside it every layer's float32 weights would be read again in each pass, and its
+    gradients written as float32 although they are only as exact as this type.
+    """
+    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, stacked)
+
+
+def without_last(layers: Any) -> tuple[Any, Any]:
+    """(all layers but the last, the last), of a list or stacked."""
+    if isinstance(layers, list):
+        return layers[:-1], layers[-1]
+    return jax.tree.map(lambda x: x[:-1], layers), jax.tree.map(lambda x: x[-1], layers)
+
+
 def rematerialised(block: Block, remat: Remat) -> Block:
     """The block, keeping for its backward pass only what the setting says."""
     if remat == "none":

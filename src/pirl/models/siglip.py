@@ -9,7 +9,7 @@ from pirl.models import attention
 from pirl.models.config import Pi0Config, SigLIPConfig
 from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixed, xavier_uniform, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import over_layers
+from pirl.models.remat import in_type, over_layers
 
 
 def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[str, Leaf]:
@@ -42,6 +42,7 @@ def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[s
     }
 
 
+@jax.named_scope("siglip")
 def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w 3"]) -> Float[Array, "B P W"]:
     """Pictures in [-1, 1] to one token per patch, row by row."""
     dtype = jnp.dtype(config.dtype)
@@ -58,7 +59,10 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
         h = checkpoint_name(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
         return x + _dense(w["MlpBlock_0"]["Dense_1"], jax.nn.gelu(h, approximate=True)), None
 
-    x, _ = over_layers(block, x, params["Transformer"]["encoderblock"], config.remat)
+    layers = params["Transformer"]["encoderblock"]
+    if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
+        layers = in_type(layers, dtype)
+    x, _ = over_layers(block, x, layers, config.remat)
     return by_sample(_dense(params["head"], _layer_norm(params["Transformer"]["encoder_norm"], by_sample(x))))
 
 

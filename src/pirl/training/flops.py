@@ -5,7 +5,9 @@ the number of turns. Elementwise work is left out: it is under one per cent, and
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,26 +40,43 @@ def count_flops(function: Callable[..., Any], *args: Any) -> int:
     Of the branches of a `cond` the dearest counts. A `while` whose length the data decide counts once; loops of a
     fixed length (`scan`, `fori_loop` between Python integers) count in full. What a foreign kernel does is not seen.
     """
+    return flops_by_part(function, (), *args).total()
+
+
+def flops_by_part(function: Callable[..., Any], parts: Sequence[str], *args: Any) -> Counter[str]:
+    """`count_flops` apart by the `jax.named_scope`s in `parts`; the innermost one counts, the rest is under ""."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), args)
-    return _count(jax.make_jaxpr(function)(*shapes))
+    return _count(jax.make_jaxpr(function)(*shapes), parts, "")
 
 
-def _count(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    return sum(_operations(equation) for equation in jaxpr.eqns)
+def part_of(path: str, parts: Sequence[str], otherwise: str = "") -> str:
+    """The innermost of `parts` in a path of scopes, in which a derivative's look like transpose(jvp(scope))."""
+    return next((word for word in reversed(re.findall(r"\w+", path)) if word in parts), otherwise)
 
 
-def _operations(equation: Any) -> int:
+def _count(jaxpr: Jaxpr | ClosedJaxpr, parts: Sequence[str], inside: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for equation in jaxpr.eqns:
+        # Equations of an inner program know only the scopes that were entered in it.
+        part = part_of(str(equation.source_info.name_stack), parts, inside) if parts else ""
+        found += _operations(equation, parts, part)
+    return found
+
+
+def _operations(equation: Any, parts: Sequence[str], part: str) -> Counter[str]:
     match equation.primitive.name:
         case "dot_general":
-            return _dot(equation)
+            return Counter({part: _dot(equation)})
         case "conv_general_dilated":
-            return _convolution(equation)
+            return Counter({part: _convolution(equation)})
         case "cond":
-            return max(map(_count, equation.params["branches"]))
+            return max((_count(branch, parts, part) for branch in equation.params["branches"]), key=Counter.total)
         case "scan":
-            return equation.params["length"] * _count(equation.params["jaxpr"])
+            once = _count(equation.params["jaxpr"], parts, part)
+            return Counter({name: equation.params["length"] * number for name, number in once.items()})
     # Calls of all kinds (jit, checkpoint, custom derivatives, while) hold the programs they run among their parameters.
-    return sum(_count(value) for value in equation.params.values() if isinstance(value, Jaxpr | ClosedJaxpr))
+    inner = (value for value in equation.params.values() if isinstance(value, Jaxpr | ClosedJaxpr))
+    return sum((_count(value, parts, part) for value in inner), start=Counter())
 
 
 def _dot(equation: Any) -> int:
