@@ -26,6 +26,7 @@ from pirl.paths import pirl_home
 VERBS = {
     "demo": "the whole way once, on a laptop: record, imitate, improve, evaluate, report",
     "train": "train a policy: a recipe or a YAML file, changed by flags",
+    "tune": "search for better settings: trials, pruned where they lead nowhere",
     "eval": "how often a checkpoint succeeds in its environment, with videos",
     "report": "one page about a run, or about several side by side",
     "record": "write a dataset of what a scripted expert or a checkpoint does",
@@ -35,6 +36,7 @@ VERBS = {
     "inspect": "show what is in a recipe, a checkpoint or a dataset",
     "norm-stats": "compute the normalisation statistics of a dataset",
     "export": "write a checkpoint for OpenPI, in JAX or PyTorch form",
+    "completion": "make a shell complete verbs, flags, recipes and settings",
 }
 
 DESCRIPTION = """\
@@ -42,12 +44,12 @@ Reinforcement learning for π₀ and π₀.₅ robot policies: LeRobot data in, 
 
 EPILOG = """\
 examples:
-  pirl doctor                                  is this machine ready?
-  pirl train debug --exp-name first            a whole run on a laptop, without files
-  pirl eval checkpoints/my_run --episodes 100  how often does it succeed?
+  pirl doctor                                   is this machine ready?
+  pirl train debug --exp-name first             a whole run on a laptop, without files
+  pirl eval checkpoints/my_run --episodes 100   how often does it succeed?
   pirl inspect data lerobot/aloha_sim_insertion_human
   pirl inspect checkpoint checkpoints/my_run/20000
-  pirl VERB --help                             what a verb takes, with examples"""
+  pirl VERB --help                              what a verb takes, with examples"""
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -57,6 +59,9 @@ BROKEN_PIPE = 141
 class Parser(argparse.ArgumentParser):
     """argparse, with the nearest known word offered for a mistyped verb, choice or flag."""
 
+    takes_settings = False
+    """Leave flags with a dot, and the values after them, to a configuration: they are the namespace's `settings`."""
+
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
@@ -65,9 +70,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, but what is not known is an error of this parser: a verb's own usage and flags are shown."""
         self._given = list(sys.argv[1:] if args is None else args)
-        parsed, unknown = super().parse_known_args(self._given, namespace)
+        own, settings = split_settings(self._given) if self.takes_settings else (self._given, [])
+        parsed, unknown = super().parse_known_args(own, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if self.takes_settings:
+            parsed.settings, parsed.usage_error = settings, self.error
         return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -139,6 +147,10 @@ def run(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script: runs one command line and returns its exit code."""
+    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        from pirl.cli.completion import complete
+
+        complete()
     if argv is None:  # a process of its own: what it compiles is kept for the next one
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pirl_home() / "compiled"))
     for stream in (sys.stdout, sys.stderr):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pirl.cli.app import Parser, positive, split_settings
+from pirl.cli.app import Parser, positive
 
 NAME = "eval"
 HELP = """\
@@ -31,16 +31,11 @@ USAGE = "%(prog)s CHECKPOINT [--episodes N] [--video [N]] [--compare OTHER] [--S
 FILE, STRIP, FOLDER = "eval.json", "filmstrip.png", "evaluations"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Arguments of `pirl eval`; settings are left to the checkpoint's own configuration."""
-    parser.usage = USAGE
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step's or a run's folder, or a gs:// address")
-    _add_flags(parser)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see above")
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage, parser.takes_settings = USAGE, True
     add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="a step's or a run's folder, or a gs:// address")
     add("--episodes", type=positive, default=50, metavar="N", help="episodes, over the tasks in turn (default 50)")
     add("--split", choices=("test", "validation"), default="test", help="which initial states (default test)")
     add("--best", action="store_true", help="of a run: the step that was best when it was evaluated in training")
@@ -64,12 +59,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print, write."""
-    own, settings = split_settings(args.rest)
-    parser = Parser(prog=f"pirl {NAME}", usage=USAGE, description=HELP, epilog=EXAMPLES)
-    _add_flags(parser)
-    args = parser.parse_args(own, args)
     if args.seed < 0:
-        parser.error("--seed is 0 or more")
+        args.usage_error("--seed is 0 or more")
 
     from pirl.recipes import load
     from pirl.rollout.films import Highlights
@@ -78,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = load(args.recipe) if args.recipe else None
     found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
-    found = replace(found, config=_changed(found.config, args, settings))
+    found = replace(found, config=_changed(found.config, args))
     other = find_checkpoint(args.compare, best=args.best, config=recipe) if args.compare else None
     asked = {"": _asked(args, found)}
     if other is not None:
@@ -109,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _changed(config: Any, args: argparse.Namespace, settings: Sequence[str]) -> Any:
+def _changed(config: Any, args: argparse.Namespace) -> Any:
     """The checkpoint's configuration with the flags of this command line.
 
     `rollout.best_of` is for collecting; what is evaluated is what training evaluates, by default a plain sample.
@@ -120,11 +111,11 @@ def _changed(config: Any, args: argparse.Namespace, settings: Sequence[str]) -> 
     if changes.get("num_envs", config.rollout.num_workers) < config.rollout.num_workers:
         changes["num_workers"] = changes["num_envs"]
     config = replace(config, rollout=replace(config.rollout, **changes))
-    if not settings:
+    if not args.settings:
         return config
     from pirl.recipes.flags import apply_flags
 
-    return apply_flags(config, settings, prog=f"pirl {NAME} {args.checkpoint}")
+    return apply_flags(config, args.settings, prog=f"pirl {NAME} {args.checkpoint}")
 
 
 def _default_folder(args: argparse.Namespace, found: Any, other: Any = None) -> Path:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pirl.cli.app import Parser, positive, split_settings
+from pirl.cli.app import Parser, positive
 from pirl.errors import ConfigError
 
 NAME = "record"
@@ -32,16 +32,11 @@ USAGE = "%(prog)s RECIPE --episodes N --repo-id NAME [--checkpoint PATH] [--appe
 EXPERT = "expert"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Arguments of `pirl record`; settings are left to the recipe's own flags."""
-    parser.usage = USAGE
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe with an environment, or a YAML file")
-    _add_flags(parser)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see above")
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage, parser.takes_settings = USAGE, True
     add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a recipe with an environment, or a YAML file")
     add("--episodes", type=positive, metavar="N", help="how many to record")
     add("--repo-id", metavar="NAME", help="the dataset's name, such as me/demos")
     add("--root", type=Path, metavar="DIR", help="the dataset's folder (default: LeRobot's, under its name)")
@@ -54,20 +49,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record, and say what to do next."""
-    own, settings = split_settings(args.rest)
-    parser = Parser(prog=f"pirl {NAME}", usage=USAGE, description=HELP, epilog=EXAMPLES)
-    _add_flags(parser)
-    args = parser.parse_args(own, args)
     if args.episodes is None or (args.repo_id is None and args.root is None):
-        parser.error("--episodes says how many, --repo-id (or --root) where to")
+        args.usage_error("--episodes says how many, --repo-id (or --root) where to")
     if args.seed < 0:
-        parser.error("--seed is 0 or more")
+        args.usage_error("--seed is 0 or more")
     if args.dials and args.checkpoint != EXPERT:
-        parser.error("--dials are the expert's, and --checkpoint names a policy: choose one")
+        args.usage_error("--dials are the expert's, and --checkpoint names a policy: choose one")
 
     from pirl.recipes import cli
 
-    config = cli([args.recipe, *settings], prog=f"pirl {NAME}")
+    config = cli([args.recipe, *args.settings], prog=f"pirl {NAME}")
     if config.env is None:
         raise ConfigError(
             f"recipe {config.name} has no environment to record in",

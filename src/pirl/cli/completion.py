@@ -1,0 +1,138 @@
+"""`pirl completion`: the shell completes verbs, flags, recipes and their settings.
+
+The shell asks the command itself, with `_ARGCOMPLETE` in its environment (argcomplete's protocol). `complete` answers:
+with the parser of the command line, to which every setting of the recipe that was named is added as a flag.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pirl.cli.app import Parser, build_parser
+
+NAME = "completion"
+HELP = """\
+Prints a script that teaches the shell to complete what `pirl` takes: verbs, flags, recipes, the settings of the recipe
+that was named (`pirl train acrlpd_libero --agent.<TAB>`) and their values, folders of runs. To try it at once:
+
+  source <(pirl completion bash)                  bash, zsh
+  pirl completion fish | source                   fish
+
+For good:
+
+  pirl completion bash > ~/.local/share/bash-completion/completions/pirl
+  pirl completion zsh > ~/.zfunc/_pirl            with fpath+=~/.zfunc before compinit in ~/.zshrc
+  pirl completion fish > ~/.config/fish/completions/pirl.fish"""
+EXAMPLES = """\
+examples:
+  pirl completion bash
+  pirl completion zsh
+  pirl completion fish"""
+
+RECIPE, CHECKPOINT = "RECIPE", "CHECKPOINT"
+SUFFIXES = (".yaml", ".yml")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to write for")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["pirl"], shell=args.shell).strip())
+    return 0
+
+
+def complete(stream: Any = None, leave: Callable[[int], Any] = os._exit) -> None:
+    """Answer the shell, on the stream it listens to unless another is named, and leave."""
+    import argcomplete
+    from argcomplete.lexers import split_line
+
+    *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    before = words[int(os.environ["_ARGCOMPLETE"]) :]  # those of `python -m pirl`, or of `pirl` alone
+    argcomplete.autocomplete(
+        completing_parser(before), always_complete_options=False, exit_method=leave, output_stream=stream
+    )
+
+
+def completing_parser(words: Sequence[str]) -> Parser:
+    """The parser for what was typed, with the settings of what was named as flags of their own."""
+    parser = build_parser(words)
+    verb = next((word for word in words if not word.startswith("-")), "")
+    for one in _below(parser, verb):
+        remainder = [action for action in one._actions if action.nargs == argparse.REMAINDER]
+        for action in remainder:  # it would swallow all that follows
+            one._actions.remove(action)
+            one._positionals._group_actions.remove(action)
+        for action in one._actions:
+            if action.metavar == RECIPE or action.dest == "recipe":
+                action.completer = _recipes  # type: ignore[attr-defined]
+        if remainder or one.takes_settings:
+            with suppress(Exception):  # a file that cannot be read leaves the verb's own flags
+                _add_settings(one, words[1:], all_of_them=bool(remainder))
+        one.takes_settings = False
+    return parser
+
+
+def _below(parser: Parser, verb: str) -> Iterator[Parser]:
+    """The parser of a verb, and those of its actions."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, one in action.choices.items():
+                if verb in (name, ""):
+                    yield one
+                    yield from _below(one, "")
+
+
+def _recipes(prefix: str, **_: Any) -> list[str]:
+    """Recipes that begin like this, or else YAML files."""
+    from argcomplete.completers import FilesCompleter
+
+    from pirl.recipes import ALIASES, list_configs
+
+    names = [name for name in (*list_configs(), *ALIASES) if name.startswith(prefix)]
+    return names or FilesCompleter(SUFFIXES)(prefix)
+
+
+def _add_settings(parser: Parser, words: Sequence[str], *, all_of_them: bool) -> None:
+    """Every setting as a flag, and the short names; a verb with flags of its own takes dotted ones only."""
+    from pirl.recipes.flags import _short_names
+    from pirl.recipes.settings import part_kinds, settings
+
+    config = _named(parser, words)
+    for action in _short_names("")._actions if all_of_them else ():
+        parser._add_action(action)
+    for path, kinds in part_kinds(config).items():
+        parser.add_argument(f"--{path.replace('_', '-')}", choices=kinds)
+    for setting in settings(config).values():
+        flags = [flag for flag in (setting.flag, setting.off) if flag is not None]
+        if setting.flag in parser._option_string_actions or not (all_of_them or "." in setting.path):
+            continue
+        if setting.off is not None:
+            parser.add_argument(*flags, action="store_true")
+            continue
+        action = parser.add_argument(*flags, choices=setting.choices or None, nargs="+" if setting.many else None)
+        if not setting.choices and str not in setting.kinds and not setting.many:
+            action.completer = _value(setting.value)  # type: ignore[attr-defined]
+
+
+def _value(value: Any) -> Callable[..., list[str]]:
+    """A number is completed to what it is now."""
+    return lambda **_: [str(value)]
+
+
+def _named(parser: Parser, words: Sequence[str]) -> Any:
+    """The configuration of the recipe, file or checkpoint on the command line."""
+    from pirl.recipes import load
+
+    name = next(word for word in words if not word.startswith("-"))
+    if any(action.metavar == CHECKPOINT for action in parser._actions):
+        folder = Path(name).expanduser()
+        name = next(str(file) for file in (folder / "config.yaml", folder.parent / "config.yaml") if file.is_file())
+    return load(name)

@@ -1,0 +1,205 @@
+"""`pirl tune`: which settings does a recipe do best with?"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pirl.cli.app import INTERRUPTED, positive
+
+NAME = "tune"
+HELP = """\
+Searches for better settings of a recipe with Optuna (`pip install 'pirl[tune]'`). Each trial is an ordinary run,
+evaluated on validation states while it trains; one that has fallen behind is stopped. The first trial is the recipe as
+it is, the next five are drawn at random, then TPE leads. A trial that fails is noted, and the search goes on.
+
+What is tried is in a YAML file (--space), or else what matters most to the algorithm; --show-space prints that, to copy
+and edit. Every other setting is a flag, as in `pirl train`, and the same in all trials; --seed also decides the search:
+the same command gives the same trials.
+
+The study is kept in checkpoints/RECIPE/STUDY: results.json, results.csv, tuning.html, best.yaml. Interrupted, the same
+command goes on, with the run it was in. Of checkpoints those of the best trial stay, unless --keep all."""
+EXAMPLES = """\
+examples:
+  pirl tune bc_tabletop --trials 20
+  pirl tune acrlpd_tabletop --show-space
+  pirl tune acrlpd_tabletop --trials 10 --init-weights checkpoints/bc_tabletop/first/1200
+  pirl tune acrlpd_tabletop --trials 40 --study wide --space wide.yaml --timeout 8h --max-steps 400"""
+USAGE = "%(prog)s RECIPE --trials N [--study NAME] [--space FILE.yaml] [--timeout TIME] [--SETTING VALUE ...]"
+PAGE_FILE = "tuning.html"
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl tune`; settings are left to the recipe's own flags."""
+    parser.usage = USAGE
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a YAML file")
+    _add_flags(parser)
+    parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see `pirl train`")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trials", type=positive, metavar="N", help="how many in all, those of earlier calls included")
+    add("--study", default=NAME, metavar="NAME", help=f"name of the search (default {NAME})")
+    add("--space", type=Path, metavar="FILE", help="YAML file with what to try (default: what --show-space prints)")
+    add("--show-space", action="store_true", help="print what is tried, as YAML, and stop")
+    add("--metric", default="eval/success_rate", metavar="NAME", help="what is maximised (default eval/success_rate)")
+    add("--timeout", type=seconds, metavar="TIME", help="begin no trial after this time: 90m, 8h, 2d")
+    add("--jobs", type=positive, default=1, metavar="N", help="trials at the same time (default 1)")
+    add("--keep", choices=("best", "all"), default="best", help="whose checkpoints stay (default best)")
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that is a time."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time, such as 90m, 8h or 2d")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, show, say what to do next."""
+    from pirl.config_io import read_yaml
+    from pirl.recipes import cli
+    from pirl.recipes.space import default_space, parse_space, space_yaml
+
+    flags = argparse.ArgumentParser(prog=f"pirl {NAME}", usage=USAGE, add_help=False, allow_abbrev=False)
+    _add_flags(flags)
+    args, settings = flags.parse_known_args(args.settings, args)
+    if any(word.partition("=")[0] in ("--exp-name", "--exp_name") for word in settings):
+        flags.error("--exp-name names one run; a search is named with --study")
+    config = cli([args.recipe, *settings], prog=f"pirl {NAME}", about=HELP)
+    space = parse_space(config, read_yaml(args.space)) if args.space else default_space(config)
+    if args.show_space:
+        print(space_yaml(config, space), end="")
+        return 0
+    if args.trials is None:
+        flags.error("--trials says how many")
+    _check(args, config)
+    return _search(args, config, space, settings)
+
+
+def _check(args: argparse.Namespace, config: Any) -> None:
+    """Can trials of this configuration be compared?"""
+    import importlib.util
+
+    from pirl.errors import ConfigError, MissingExtraError
+
+    if importlib.util.find_spec("optuna") is None:
+        raise MissingExtraError("optuna", "tune", "`pirl tune`")
+    if config.evaluation is None:
+        env = "" if config.env is not None else "take a recipe that has an environment, or name one (--env.type), and "
+        often = f"--evaluation.interval {max(1, config.num_train_steps // 4)} --evaluation.episodes 50"
+        raise ConfigError(
+            f"{config.name} is not evaluated while it trains, so its trials cannot be compared",
+            hint=f"{env}say how often it is evaluated: {often}",
+        )
+    if config.evaluation.split != "validation":
+        raise ConfigError(
+            f"evaluation.split is {config.evaluation.split!r}: what is chosen on the test states cannot be reported on "
+            "them",
+            hint="--evaluation.split validation",
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", args.study):
+        raise ConfigError(f"--study {args.study}", hint="it names a folder: letters, digits and . _ - + =, no slash")
+
+
+def _search(args: argparse.Namespace, config: Any, space: Any, settings: Sequence[str]) -> int:
+    from pirl.errors import ConfigError, did_you_mean
+    from pirl.training.interrupt import stop_on_signal
+    from pirl.training.study import METRICS, Search, Study
+    from pirl.training.tune import Tuner
+
+    if args.metric not in METRICS:
+        raise did_you_mean(args.metric, METRICS, kind="metric to maximise:")
+    with (
+        Study(Search(config=config, space=space, study=args.study, metric=args.metric)) as study,
+        stop_on_signal() as stop,
+    ):
+        if config.evaluation.interval >= config.num_train_steps:
+            print("the only evaluation is at the end: no trial can be stopped earlier (--evaluation.interval)")
+        ending = Tuner(
+            study,
+            trials=args.trials,
+            jobs=args.jobs,
+            timeout=args.timeout,
+            keep=args.keep,
+            stop=lambda: bool(stop),
+            on_results=lambda: _write_page(study, args.recipe, settings),
+        ).run()
+        if ending.interrupted:
+            open_ones = ", ".join(f"trial {result.number}" for result in study.results() if result.state == "open")
+            print(f"interrupted{f' in {open_ones}' if open_ones else ''}; the same command goes on from there")
+            return INTERRUPTED
+        _show(study, args.recipe, settings)
+        if not ending.finished:
+            print(f"out of time after {study.count()} of {args.trials} trials; the same command goes on")
+        if study.best() is None:
+            raise ConfigError("no trial was finished", hint=f"why is in {study.search.folder / 'results.csv'}")
+    return 0
+
+
+def _write_page(study: Any, recipe: str, settings: Sequence[str]) -> None:
+    from pirl.report.page import write_page
+    from pirl.report.tuning import build_tuning_page
+    from pirl.training.study_files import results_json
+
+    page = build_tuning_page(results_json(study), _next_commands(study, recipe, settings))
+    write_page(study.search.folder / PAGE_FILE, page)
+
+
+def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
+    """The table, where everything is, and what to do next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from pirl.training.study_files import BEST_FILE, RESULTS_FILE, TABLE_FILE, described
+
+    search, best = study.search, study.best()
+    console = Console()
+    if not console.is_terminal:  # nobody's window: do not break lines
+        console = Console(width=200)
+    title = f"{search.config.name}/{search.study}: {search.metric}, 95 % interval"
+    table = Table("trial", "value", "state", *search.space, title=title, title_justify="left")
+    for result in study.results():
+        mark = " *" if best is not None and result.number == best.number else ""
+        state = result.state if result.state != "failed" else described(result)
+        tried = (str(result.settings.get(path, "")) for path in search.space)
+        table.add_row(f"{result.number}{mark}", str(result.last or ""), state, *tried)
+    console.print(table)
+    names = ", ".join((RESULTS_FILE, TABLE_FILE, PAGE_FILE, *([BEST_FILE] if best is not None else [])))
+    console.print(f"{search.folder}: {names}", highlight=False, soft_wrap=True)
+    for line in _next_commands(study, recipe, settings):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _next_commands(study: Any, recipe: str, settings: Sequence[str]) -> list[str]:
+    """Measure the best trial on test states; train it again, by flags or from its file."""
+    import shlex
+
+    from pirl.recipes.space import flags
+    from pirl.training.study_files import BEST_FILE
+
+    search, best = study.search, study.best()
+    if best is None:
+        return []
+    name = ["--exp-name", f"{search.study}-best"]
+    own = [*_without(settings, best.settings), *flags(search.config, best.settings)]
+    return [
+        shlex.join(["pirl", "eval", best.run, "--split", "test", "--episodes", "400"]),
+        shlex.join(["pirl", "train", recipe, *own, *name]),
+        shlex.join(["pirl", "train", str(search.folder / BEST_FILE)]),
+    ]
+
+
+def _without(settings: Sequence[str], taken: Any) -> list[str]:
+    """The flags of a command line but those that set what a search has found."""
+    kept: list[str] = []
+    keeping = True
+    for word in settings:
+        if word.startswith("--"):
+            keeping = word.partition("=")[0].removeprefix("--").replace("-", "_").replace(".no_", ".") not in taken
+        kept += [word] if keeping else []
+    return kept

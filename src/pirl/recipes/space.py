@@ -1,0 +1,295 @@
+"""What a search over settings may try: a range or a list for each dotted path, from YAML or for an algorithm.
+
+    pi0_lr: {low: 1e-4, high: 1e-3, log: true}
+    agent.discount: [0.9, 0.95, 0.98]
+
+`pi0_lr` and `critic_lr` are the learning rates' peaks, as the flags of `pirl train`: they fit every schedule. Settings
+that decide what is measured, or how long, are not for searching: trials could no longer be compared.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, product
+from typing import Any
+
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.config import RLTrainConfig
+from pirl.config_io import from_dict, tag
+from pirl.errors import ConfigError, did_you_mean
+from pirl.models.config import Pi0Config
+from pirl.recipes.flags import with_peak
+from pirl.recipes.settings import Setting, settings
+from pirl.training.config import AdamW, ConstantSchedule, Schedule
+
+RATES = {"pi0_lr": "policy_schedule", "critic_lr": "critic_schedule"}
+"""Short names, and the schedules whose peaks they are."""
+FIXED = (
+    *("name", "exp_name", "seed", "num_train_steps", "log_interval", "sinks"),
+    *("evaluation", "env", "early_stop", "checkpoint", "mesh", "watchdog"),
+)
+"""Settings, and parts with all of theirs, that are the same in all trials."""
+MOST_COMBINATIONS = 256
+"""So many are tried to find one in which a value is possible."""
+
+Scalar = bool | int | float | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One of a list."""
+
+    values: tuple[Scalar, ...]
+
+    @property
+    def extremes(self) -> tuple[Scalar, ...]:
+        """What has to be possible."""
+        return self.values
+
+    def __contains__(self, value: object) -> bool:
+        return any(value == one and type(value) is type(one) for one in self.values)
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(json.dumps, self.values))}]"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"values": list(self.values)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A number between two ends, both included."""
+
+    low: int | float
+    high: int | float
+    log: bool = False
+    """Draw its logarithm."""
+    whole: bool = False
+    """Whole numbers only."""
+
+    @property
+    def extremes(self) -> tuple[Scalar, ...]:
+        """What has to be possible."""
+        return (self.low, self.high)
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"{{low: {json.dumps(self.low)}, high: {json.dumps(self.high)}{', log: true' if self.log else ''}}}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"low": self.low, "high": self.high, "log": self.log}
+
+    def tidy(self, value: int | float) -> int | float:
+        """A drawn number in four digits, which a person can type, and still within the ends."""
+        return int(value) if self.whole else min(max(float(f"{value:.4g}"), self.low), self.high)
+
+
+Space = Mapping[str, Choice | Range]
+"""What is searched over, by dotted path."""
+
+
+def default_space(config: RLTrainConfig) -> dict[str, Choice | Range]:
+    """The settings that matter most to the algorithm, around the values the configuration has."""
+    agent = config.agent
+    if isinstance(agent, BCConfig):
+        found = _bc(config)
+    elif isinstance(agent, ACRLPDConfig):
+        found = _acrlpd(config, agent)
+    else:
+        found = _ript(config, agent)
+    return {path: _holding(item, current(config, path)) for path, item in found}
+
+
+def _bc(config: RLTrainConfig) -> Iterator[tuple[str, Choice | Range]]:
+    yield "pi0_lr", _around(config.policy_schedule)
+    yield "agent.flow_draws", Choice(values=(1, 2, 4))
+    yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))
+    if isinstance(config.policy_optimizer, AdamW):
+        yield "policy_optimizer.weight_decay", Choice(values=(1e-10, 1e-4, 1e-2))
+    if isinstance(config.model, Pi0Config) and config.cameras:
+        yield "agent.augment", Choice(values=(False, True))
+
+
+def _acrlpd(config: RLTrainConfig, agent: ACRLPDConfig) -> Iterator[tuple[str, Choice | Range]]:
+    learns = agent.actor != "best_of_n"  # there the actor does not listen to the critic
+    yield ("pi0_lr", _around(config.policy_schedule)) if learns else ("critic_lr", _around(config.critic_schedule))
+    # A discount is felt by its distance to 1: half and twice the time it looks ahead.
+    discounts = (round(1 - share * (1 - agent.discount), 4) for share in (2.0, 1.0, 0.5))
+    yield "agent.discount", Choice(values=tuple(discount for discount in discounts if discount > 0))
+    yield "agent.critic_updates", Choice(values=(1, 2, 4))
+    if agent.actor == "awr":
+        yield "agent.target_ess", Range(low=0.15, high=0.6)
+    else:
+        yield "agent.num_action_samples", Choice(values=(4, 8, 16))
+    if learns:
+        yield "agent.bc_loss_weight", Choice(values=(0.0, 0.1, 0.3))
+    else:
+        yield "agent.q_aggregation", Choice(values=("mean", "min"))
+
+
+def _ript(config: RLTrainConfig, agent: RIPTConfig) -> Iterator[tuple[str, Choice | Range]]:
+    yield "pi0_lr", _around(config.policy_schedule)
+    if agent.loss != "raw":  # which is a gradient for the first pass only
+        yield "agent.epochs", Choice(values=(1, 2, 4))
+    yield "agent.drift_limit", Choice(values=(0.005, 0.01, 0.02, 0.05))
+    yield "agent.advantage", Choice(values=("rloo", "std"))
+    own: dict[str, tuple[str, Range]] = {
+        "nft": ("agent.nft_beta", Range(low=0.5, high=4.0, log=True)),
+        "awr": ("agent.awr_beta", Range(low=0.2, high=1.0, log=True)),
+        "fpo": ("agent.fpo_clip", Range(low=0.02, high=0.2, log=True)),
+        "cfg": ("agent.condition_dropout", Range(low=0.1, high=0.3)),
+    }
+    if agent.loss in own:
+        yield own[agent.loss]
+
+
+def _around(schedule: Schedule, times: float = 4.0) -> Range:
+    """Rates around that of the schedule."""
+    peak = _peak(schedule)
+    return Range(low=float(f"{peak / times:.2g}"), high=float(f"{peak * times:.2g}"), log=True)
+
+
+def _peak(schedule: Schedule) -> float:
+    return schedule.lr if isinstance(schedule, ConstantSchedule) else schedule.peak_lr
+
+
+def _holding(item: Choice | Range, value: Scalar) -> Choice | Range:
+    """The item, made large enough for the value the configuration has, so that a search can begin with it."""
+    if value in item:
+        return item
+    if isinstance(item, Range) and isinstance(value, int | float):
+        return replace(item, low=min(item.low, value), high=max(item.high, value))
+    values = (*item.extremes, value)
+    numbers = [one for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+    return Choice(values=tuple(sorted(numbers)) if len(numbers) == len(values) else values)
+
+
+def current(config: RLTrainConfig, path: str) -> Any:
+    """The value a setting has now."""
+    return _peak(getattr(config, RATES[path])) if path in RATES else settings(config)[path].value
+
+
+def changed(config: RLTrainConfig, values: Mapping[str, Any]) -> RLTrainConfig:
+    """The configuration with other values; a combination that cannot be is a ConfigError."""
+    rates: dict[str, Any] = {
+        part: with_peak(getattr(config, part), values[name]) for name, part in RATES.items() if name in values
+    }
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        if path not in RATES:
+            *parts, last = path.split(".")
+            branch = tree
+            for part in parts:
+                branch = branch.setdefault(part, {})
+            branch[last] = value
+    return from_dict(RLTrainConfig, tree, base=replace(config, **rates))
+
+
+def flags(config: RLTrainConfig, values: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that make these changes."""
+    known = settings(config)
+    return [
+        word
+        for path, value in values.items()
+        for word in ([f"--{path.replace('_', '-')}", str(value)] if path in RATES else known[path].words(value))
+    ]
+
+
+def parse_space(config: RLTrainConfig, data: Mapping[str, Any]) -> dict[str, Choice | Range]:
+    """The space that plain data describes; every name and value is checked against the configuration."""
+    known = settings(config)
+    free = [path for path in known if not _is_fixed(path)]
+    space: dict[str, Choice | Range] = {}
+    for path, item in data.items():
+        if path in known and _is_fixed(path):
+            raise ConfigError(f"space: {path} is the same in all trials", hint="set it for the search, by its flag")
+        if path not in RATES and path not in free:
+            raise did_you_mean(path, [*free, *RATES], kind="setting in the space:")
+        space[path] = _parse_item(path, item, known.get(path))
+    if not space:
+        raise ConfigError("the space is empty", hint="name a setting and what to try: agent.discount: [0.9, 0.95]")
+    check_space(config, space)
+    return space
+
+
+def check_space(config: RLTrainConfig, space: Space) -> None:
+    """Every listed value, and every end of a range, must be possible together with some values of the others."""
+    for path, item in space.items():
+        others = {name: other.extremes for name, other in space.items() if name != path}
+        for value in item.extremes:
+            combinations = (dict(zip(others, chosen, strict=True)) for chosen in product(*others.values()))
+            tried = chain([{}], islice(combinations, MOST_COMBINATIONS))
+            _first_possible(config, path, value, tried)
+
+
+def _first_possible(config: RLTrainConfig, path: str, value: Scalar, others: Iterator[dict[str, Any]]) -> None:
+    problem: ConfigError | None = None
+    for other in others:
+        try:
+            changed(config, {**other, path: value})
+        except ConfigError as error:
+            problem = problem or error
+        else:
+            return
+    if problem is not None:
+        raise ConfigError(f"space: {path} cannot be {value!r}: {problem.message}", hint=problem.hint)
+
+
+def _is_fixed(path: str) -> bool:
+    return path.partition(".")[0] in FIXED
+
+
+def _parse_item(path: str, item: Any, setting: Setting | None) -> Choice | Range:
+    kinds = set() if setting is None else set(setting.kinds)
+    real = setting is None or float in kinds
+    if isinstance(item, list):
+        return _parse_choice(path, [float(one) if real and type(one) is int else one for one in item])
+    if isinstance(item, Mapping) and (real or int in kinds):
+        return _parse_range(path, item, whole=not real)
+    if isinstance(item, Mapping):
+        raise ConfigError(f"space: {path} is not a number", hint="list what to try: [a, b]")
+    raise ConfigError(
+        f"space: {path} is {item!r}", hint="a list of values, [1, 2, 4], or a range, {low: 0.1, high: 10, log: true}"
+    )
+
+
+def _parse_choice(path: str, values: Sequence[Any]) -> Choice:
+    if wrong := [value for value in values if not isinstance(value, Scalar)]:
+        raise ConfigError(f"space: {path} lists {wrong[0]!r}", hint="numbers, text, true, false and null can be tried")
+    if len(values) < 2 or len({(type(value), value) for value in values}) < len(values):
+        raise ConfigError(f"space: {path} lists {values!r}", hint="name two values or more, each once")
+    return Choice(values=tuple(values))
+
+
+def _parse_range(path: str, item: Mapping[str, Any], *, whole: bool) -> Range:
+    for key in item:
+        if key not in ("low", "high", "log"):
+            raise did_you_mean(key, ("low", "high", "log"), kind=f"word in the space of {path}:")
+    low, high, log = item.get("low"), item.get("high"), item.get("log", False)
+    kinds = (int,) if whole else (int, float)
+    for name, end in (("low", low), ("high", high)):
+        if type(end) not in kinds:
+            wanted = "a whole number" if whole else "a number"
+            raise ConfigError(f"space: {name} of {path} is {end!r}, expected {wanted}", hint="{low: 1, high: 8}")
+    assert isinstance(low, int | float)
+    assert isinstance(high, int | float)
+    if not isinstance(log, bool) or not low < high or (log and not low > 0):
+        raise ConfigError(
+            f"space: {path} goes from {low} to {high}, log {log!r}",
+            hint="low is below high, and above 0 where log is true",
+        )
+    return Range(low=low, high=high, log=log, whole=True) if whole else Range(low=float(low), high=float(high), log=log)
+
+
+def space_yaml(config: RLTrainConfig, space: Space) -> str:
+    """The space as YAML, each setting explained; `parse_space` reads it."""
+    known = settings(config)
+    rates = {"pi0_lr": "The policy's peak learning rate; a floor moves with it.", "critic_lr": "The critic's, alike."}
+    lines = [f"# What to try of {config.name} ({tag(type(config.agent))}). Lists are choices; ranges have ends."]
+    for path, item in space.items():
+        lines += [f"# {rates[path] if path in rates else known[path].help}", f"{path}: {item}"]
+    return "\n".join(lines) + "\n"

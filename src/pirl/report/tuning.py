@@ -1,0 +1,258 @@
+"""The page of a search: success over the trials, and against each setting that was tried. One file, no script."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pirl.report.evaluations import Rate
+from pirl.report.markup import Child, Markup, element, join
+from pirl.report.page import GENERATOR
+from pirl.report.scales import Axis, axis, duration, nice_ticks, number, span, tick
+from pirl.report.style import style
+from pirl.report.tables import Cell, bar, table
+
+SHARE = "eval/success_rate"
+"""The metric that is a share."""
+DONE, PRUNED, BEST = "c0", "c5", "c1"
+_SIZE = 1000
+
+
+def build_tuning_page(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str:
+    """The page about results.json; `commands` are what to do next. The same results give the same page."""
+    trials = results["trials"]
+    title = f"{results['recipe']} · {results['study']}"
+    counts = {state: sum(trial["state"] == state for trial in trials) for state in ("done", "pruned", "failed", "open")}
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    body = [
+        element("h1", title),
+        element("p", f"{len(trials)} trials of {results['steps']:,} steps: {told}. Seed {results['seed']}."),
+        _cards(results),
+        element("section", element("h2", "Over the trials"), element("p", _about(results)), _over_trials(results)),
+        element(
+            "section",
+            element("h2", "Against each setting"),
+            element("p", "Settings change together, and a few trials say little about one of them alone."),
+            element("div", (_against(results, path) for path in results["space"]), class_="charts"),
+        ),
+        element("section", element("h2", "Trials"), element("div", _table(results), class_="box")),
+    ]
+    if commands:
+        lines = join(*(element("p", element("code", command)) for command in commands))
+        body.append(element("section", element("h2", "Next"), element("div", lines, class_="box")))
+    return _document(f"{title} – pirl tune", body)
+
+
+def _about(results: Mapping[str, Any]) -> str:
+    episodes = f"{results['episodes']} " if results["episodes"] else ""
+    return (
+        f"{results['metric']} of the last evaluation, on {episodes}validation states, with its 95 % interval where "
+        "there is one. Grey: pruned, at the evaluation that ended it. The line is the best so far. The best of many is "
+        "partly luck: measure it on test states."
+    )
+
+
+def _last(trial: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The evaluation a trial is judged by, if it came to one; what failed is not judged."""
+    judged = trial["state"] in ("done", "pruned") and trial["evaluations"]
+    return trial["evaluations"][-1] if judged else None
+
+
+def _best(results: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((trial for trial in results["trials"] if trial["number"] == results["best"]), None)
+
+
+def _shown(results: Mapping[str, Any], value: int | float) -> str:
+    return f"{number(100 * value)} %" if results["metric"] == SHARE else number(value)
+
+
+def _cards(results: Mapping[str, Any]) -> Markup:
+    cards: list[tuple[str, Markup | None, str]] = []
+    best = _best(results)
+    last = None if best is None else _last(best)
+    if best is not None and last is not None:
+        text = f"{results['metric']} of trial {best['number']}, the best"
+        cards.append((_shown(results, last["value"]), _bar(results, last, 1), text))
+    first = _last(results["trials"][0]) if results["trials"] else None
+    if first is not None:
+        cards.append((_shown(results, first["value"]), _bar(results, first, 0), "of trial 0: the recipe as it is"))
+    spent = sum(trial["seconds"] or 0.0 for trial in results["trials"])
+    cards.append((duration(spent), None, "over all trials"))
+    shown = (
+        element("div", element("b", value), more, element("span", text), class_="card") for value, more, text in cards
+    )
+    return element("div", shown, class_="cards")
+
+
+def _bar(results: Mapping[str, Any], last: Mapping[str, Any], colour: int) -> Markup | None:
+    if results["metric"] != SHARE or last["low"] is None:
+        return None
+    return bar(Rate(value=last["value"], low=last["low"], high=last["high"]), colour)
+
+
+def _values_axis(results: Mapping[str, Any]) -> Axis:
+    """Shares go from 0 to 1, whatever was reached."""
+    if results["metric"] == SHARE:
+        return span(0.0, 1.0)
+    return axis(np.array([last["value"] for trial in results["trials"] if (last := _last(trial))], np.float64))
+
+
+def _over_trials(results: Mapping[str, Any]) -> Markup:
+    trials = results["trials"]
+    y_axis = _values_axis(results)
+    x_axis = Axis(low=-0.5, high=max(len(trials) - 0.5, 0.5), ticks=_whole_ticks(len(trials)))
+    steps, top = "", -math.inf
+    for trial in trials:
+        if trial["state"] == "done" and (last := _last(trial)) is not None and last["value"] > top:
+            x, y = _place(x_axis, trial["number"]), _flip(y_axis, last["value"])
+            steps += f"H{x}V{y}" if steps else f"M{x} {y}"
+            top = last["value"]
+    line = element("path", d=f"{steps}H{_SIZE}", class_=f"line {BEST}") if steps else None
+    marks = [_mark(results, trial, x_axis, trial["number"], y_axis) for trial in trials]
+    labels = [(tick(value), value) for value in x_axis.ticks]
+    return element(
+        "div", _figure(results["metric"], "trial", labels, x_axis, y_axis, [line, *marks], large=True), class_="charts"
+    )
+
+
+def _whole_ticks(count: int) -> tuple[float, ...]:
+    return tuple(value for value in nice_ticks(0, max(count - 1, 1), 10) if float(value).is_integer() and value < count)
+
+
+def _against(results: Mapping[str, Any], path: str) -> Markup:
+    """One setting: numbers on their axis, words side by side."""
+    item, y_axis = results["space"][path], _values_axis(results)
+    values = item.get("values")
+    if values is not None:
+        x_axis = Axis(low=-0.5, high=len(values) - 0.5, ticks=tuple(map(float, range(len(values)))))
+        labels = [(_text(value), float(i)) for i, value in enumerate(values)]
+    else:
+        x_axis = _range_axis(item["low"], item["high"], log=item["log"])
+        labels = [(tick(value), value) for value in x_axis.ticks]
+    marks = []
+    for trial in results["trials"]:
+        if path in trial["settings"]:
+            value = trial["settings"][path]
+            at = (
+                value
+                if values is None
+                else next(i for i, one in enumerate(values) if one == value and type(one) is type(value))
+            )
+            marks.append(_mark(results, trial, x_axis, at, y_axis))
+    return _figure(path, "", labels, x_axis, y_axis, marks)
+
+
+def _range_axis(low: int | float, high: int | float, *, log: bool) -> Axis:
+    """Exactly the range; on a logarithmic one 1, 2 and 5 of every decade are labelled, or else its ends."""
+    if not log:
+        return span(float(low), float(high))
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    round_ones = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
+    ticks = tuple(value for value in round_ones if low <= value <= high)
+    every = -(-len(ticks) // 5) or 1
+    return Axis(low=float(low), high=float(high), log=True, ticks=ticks[::every] or (low, high))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _mark(
+    results: Mapping[str, Any], trial: Mapping[str, Any], x_axis: Axis, at: int | float, y_axis: Axis
+) -> Markup | None:
+    """A dot with its interval, and what it is for whoever points at it."""
+    last = _last(trial)
+    if last is None:
+        return None
+    colour = BEST if trial["number"] == results["best"] else DONE if trial["state"] == "done" else PRUNED
+    x, y = _place(x_axis, at), _flip(y_axis, last["value"])
+    settings = ", ".join(f"{path} {_text(value)}" for path, value in trial["settings"].items())
+    told = element("title", f"trial {trial['number']}, {trial['state']}: {_shown(results, last['value'])}\n{settings}")
+    ends = None
+    if last["low"] is not None:
+        d = f"M{x} {_flip(y_axis, last['low'])}V{_flip(y_axis, last['high'])}"
+        ends = element("path", d=d, class_=f"line thin {colour}")
+    return join(ends, element("path", told, d=f"M{x} {y}h0", class_=f"dot {colour}"))
+
+
+def _figure(
+    title: str,
+    unit: str,
+    labels: Sequence[tuple[str, int | float]],
+    x_axis: Axis,
+    y_axis: Axis,
+    marks: Iterable[Markup | None],
+    *,
+    large: bool = False,
+) -> Markup:
+    """A chart of the reports' kind: a stretched drawing, words beside it."""
+    grid = "".join(f"M0 {_flip(y_axis, value)}H{_SIZE}" for value in y_axis.ticks)
+    drawn = element(
+        "svg",
+        element("path", d=grid, class_="grid"),
+        marks,
+        viewBox=f"0 0 {_SIZE} {_SIZE}",
+        preserveAspectRatio="none",
+    )
+    return element(
+        "figure",
+        element("figcaption", element("b", title)),
+        element(
+            "div",
+            element(
+                "div", _labels([(tick(value), value) for value in y_axis.ticks], y_axis, "bottom"), class_="ylabels"
+            ),
+            element("div", drawn, class_="canvas"),
+            element("div", _labels(labels, x_axis, "left", f"{unit} " if unit else ""), class_="xlabels"),
+            class_="plot",
+        ),
+        class_=f"chart{' large' if large else ''}",
+    )
+
+
+def _labels(labels: Sequence[tuple[str, int | float]], on: Axis, side: str, first: str = "") -> Iterator[Markup]:
+    for text, value in labels:
+        place = float(on.place(np.array([value], np.float64))[0])
+        yield element("span", first + text, style=f"{side}:{100 * place:.2f}%")
+        first = ""
+
+
+def _place(on: Axis, value: int | float) -> str:
+    return f"{_SIZE * float(on.place(np.array([value], np.float64))[0]):.4g}"
+
+
+def _flip(on: Axis, value: int | float) -> str:
+    """Down is more in SVG."""
+    return f"{_SIZE * (1 - float(on.place(np.array([value], np.float64))[0])):.4g}"
+
+
+def _table(results: Mapping[str, Any]) -> Markup:
+    rows: list[tuple[Child, list[Cell]]] = []
+    for trial in results["trials"]:
+        last = _last(trial)
+        value = (
+            Markup("–") if last is None else join(element("b", _shown(results, last["value"])), _bar(results, last, 0))
+        )
+        cells: list[Cell] = [("value", value), ("state", trial["state"])]
+        cells += [(path, element("code", _text(trial["settings"].get(path)))) for path in results["space"]]
+        cells.append(("time", "–" if trial["seconds"] is None else duration(trial["seconds"])))
+        cells.append(("why", trial["reason"]))
+        name = f"{trial['number']}" + (", the best" if trial["number"] == results["best"] else "")
+        rows.append((name, cells))
+    return table(rows, "trial")
+
+
+def _document(title: str, body: Iterable[Child]) -> str:
+    """The frame: nothing is asked of any other place, and nothing is executed."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="generator", content=GENERATOR),
+        element("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", Markup(style(0))),
+    )
+    return f"<!doctype html>\n{element('html', head, element('body', element('main', *body)), lang='en')}\n"
