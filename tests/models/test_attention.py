@@ -219,8 +219,9 @@ def test_fused_attention_is_lowered_for_a_gpu_and_not_recomputed(remat: Any, for
 @pytest.mark.usefixtures("as_on_hopper")
 @pytest.mark.parametrize(("num", "kernels"), [(1, 0), (NUM, 2 * HALF.expert.depth)])
 def test_the_sampling_loop_only_reads_weights(num: int, kernels: int) -> None:
-    """Inside the Euler loop no weight is cast, cut or laid out anew, and few candidates do without the kernels: one over
-    the keys they share and one over their own, per layer."""
+    """Inside the Euler loop no weight is cast, cut or laid out anew, and few candidates do without the
+    kernels: one over the keys they share and one over their own, per layer.
+    """
     config = HALF
     policy, seen = Pi0(config), observation(config)
 

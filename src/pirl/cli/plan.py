@@ -7,8 +7,8 @@ from pirl.cli.app import positive
 NAME = "plan"
 HELP = """\
 Tells how much memory a training step needs on each device, what of it is weights, optimizer, averages, critic and
-activations, and the largest batch that fits. Computed from shapes: no weights are loaded and no GPU is needed. Any
-setting of the recipe can be changed by a flag, as in `pirl train`."""
+activations, the largest batch that fits, and the least rematerialisation that does. Computed from a trace of the step:
+no weights are loaded and no GPU is needed. Any setting of the recipe can be changed by a flag, as in `pirl train`."""
 EXAMPLES = """\
 examples:
   pirl plan acrlpd_libero --devices 8 --device-gb 80 --mesh.fsdp 8
@@ -40,36 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if args.device_gb is None or not args.device_gb > 0:
         devices.error("--device-gb says how much memory one device has, such as 24 or 80")
 
-    from pirl.agents.config import ACRLPDConfig
-    from pirl.errors import ConfigError
-    from pirl.models.config import Pi0Config
-    from pirl.models.critic import make_critic
-    from pirl.models.params import count, flatten
     from pirl.training.plan import plan
 
-    if not isinstance(config.model, Pi0Config):
-        raise ConfigError("the policy is an MLP over the state", hint="it fits everywhere; `plan` is for π₀")
-    critic = make_critic(
-        config.critic,
-        feature_width=config.model.vlm.width,
-        state_dim=config.robot.state_dim,
-        real_action_dim=config.real_action_dim,
-        critic_horizon=config.critic_horizon,
-    )
-    found = plan(
-        config.model,
-        batch_size=config.batch_size,
-        device_gb=args.device_gb,
-        devices=args.devices or config.mesh.fsdp,
-        fsdp=config.mesh.fsdp,
-        rule=config.freeze_rule,
-        ema=config.policy_ema_decay is not None,
-        copy=isinstance(config.agent, ACRLPDConfig) and config.agent.actor == "distill",
-        critic_parameters=count(flatten(critic.param_shapes()).values()) if config.has_critic else None,
-        optimizer=config.policy_optimizer,
-        cameras=len(config.cameras),
-        draws=config.agent.flow_draws,
-    )
+    found = plan(config, device_gb=args.device_gb, devices=args.devices, choose=True)
     print(f"{config.name}: freeze rule {config.freeze_rule}, {len(config.cameras)} camera(s)")
     print(found)
     if found.accumulate is not None and found.accumulate > config.agent.accumulate:

@@ -10,7 +10,7 @@ from typing import Literal
 from pirl.errors import ConfigError, did_you_mean
 from pirl.names import CAMERAS
 
-Remat = Literal["none", "names", "dots", "full"]
+Remat = Literal["auto", "none", "names", "dots", "full"]
 DType = Literal["bfloat16", "float32"]
 Attention = Literal["auto", "plain", "xla", "cudnn"]
 FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
@@ -125,9 +125,10 @@ class Pi0Config:
     """Write the state into the prompt; None does it for π₀.₅, as OpenPI."""
     dtype: DType = "bfloat16"
     """Type of activations and matrix products; parameters are stored in float32 (frozen ones in bfloat16)."""
-    remat: Remat = "full"
+    remat: Remat = "auto"
     """What the backward pass recomputes per block: `full` everything, `dots` all but matrix products without a batch
-    dimension, `names` all but the largest projections, `none` nothing. Less recomputation is faster and larger."""
+    dimension, `names` all but the largest projections, `none` nothing. Less recomputation is faster and larger. `auto`:
+    the least that fits into the devices' memory by `pirl plan`; training says which that is."""
     attention: Attention = "auto"
     """How attention is computed. `plain`: logits in memory, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
     bfloat16). `xla`: jax's own, for any device. `auto`: cudnn where it can run, else plain. Only rounding differs, and

@@ -18,7 +18,7 @@ from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import in_type, over_layers, without_last
+from pirl.models.remat import in_type, layer_at, over_layers
 
 MASKED = -2.3819763e38
 """Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
@@ -117,9 +117,8 @@ def encode_prefix(
         h, _ = rms_norm(w["pre_attention_norm"], by_sample(x), None)
         return h, *_keys_values(w["attn"], c, h, turn)
 
-    def block(carry: tuple[Array, Array | None], layer: tuple[Params, Any]) -> tuple[tuple, tuple[Array, Array]]:
+    def block(carry: tuple[Array, Array | None], w: Params, index: Any) -> tuple[tuple, tuple[Array, Array]]:
         x, features = carry
-        w, index = layer
         if features is not None:
             features = jnp.where(index == feature_layer, jax.lax.stop_gradient(x), features)
         h, k, v = begin(w, x)
@@ -127,12 +126,9 @@ def encode_prefix(
         return (_after_attention(w, c, by_sample(x), attended, gate=None, cond=None), features), (k, v)
 
     carry = (x, jnp.zeros_like(x) if feature_layer < last else None)
-    looped, final = without_last(layers) if skip else (layers, None)
-    count = c.depth - int(skip)
-    numbered = list(zip(looped, range(count), strict=True)) if isinstance(looped, list) else (looped, jnp.arange(count))
-    (x, features), (keys, values) = over_layers(block, carry, numbered, config.remat)
-    if final is not None:
-        _, k, v = begin(final, x)
+    (x, features), (keys, values) = over_layers(block, carry, layers, config.remat, leave_out=int(skip))
+    if skip:
+        _, k, v = begin(layer_at(layers, last), x)
         keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
     if feature_layer == c.depth:
         x, _ = rms_norm(params["final_norm"], x, None)
@@ -185,7 +181,7 @@ def run_suffix(
     to_suffix = jnp.broadcast_to(suffix_mask, (batch, length, length))
     allowed = jnp.concatenate([to_prefix, to_suffix], axis=-1)[:, None, None, None]
 
-    def block(x: Array, layer: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    def block(x: Array, layer: tuple[Params, Array, Array], _: Any) -> tuple[Array, tuple[Array, Array]]:
         weights, prefix_k, prefix_v = layer
 
         def attend(q: Array, k: Array, v: Array) -> Array:

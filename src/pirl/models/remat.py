@@ -15,19 +15,33 @@ SAVED_NAMES = ("gate", "up", "qkv", "attention", "vision_qkv", "vision_up")
 """`checkpoint_name`s of the projections that cost most to recompute."""
 
 
-def over_layers(block: Block, carry: Any, layers: Any, remat: Remat) -> tuple[Any, Any]:
-    """(last carry, stacked outputs) of block(carry, layer) for each layer: a scan over layers that are stacked.
+def over_layers(block: Block, carry: Any, layers: Any, remat: Remat, *, leave_out: int = 0) -> tuple[Any, Any]:
+    """(last carry, stacked outputs) of block(carry, layer, its number) for each layer but the last `leave_out`: a scan
+    over layers that are stacked.
 
     A list of layers is for inference, where it spares the scan's copy of each layer's weights: blocks follow one
     another in the program, and nothing is recomputed because there is no backward pass.
     """
     if not isinstance(layers, list):
-        return jax.lax.scan(rematerialised(block, remat), carry, layers)
+        stack = jax.tree.leaves(layers)
+        numbers = jnp.arange(len(stack[0]) - leave_out)
+        if leave_out and all(x.dtype == jnp.bfloat16 for x in stack):
+            # Frozen: without gradients to stack, each turn can take its layer itself, and the others need no copy.
+            run = rematerialised(lambda carry, number: block(carry, layer_at(layers, number), number), remat)
+            return jax.lax.scan(run, carry, numbers)
+        some = jax.tree.map(lambda x: x[: len(numbers)], layers) if leave_out else layers
+        run = rematerialised(lambda carry, layer: block(carry, *layer), remat)
+        return jax.lax.scan(run, carry, (some, numbers))
     outs = []
-    for layer in layers:
-        carry, out = block(carry, layer)
+    for number, layer in enumerate(layers[: len(layers) - leave_out]):
+        carry, out = block(carry, layer, number)
         outs.append(out)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def layer_at(layers: Any, number: Any) -> Any:
+    """One of the layers, of a list or stacked."""
+    return layers[number] if isinstance(layers, list) else jax.tree.map(lambda x: x[number], layers)
 
 
 def in_type(stacked: Any, dtype: jnp.dtype) -> Any:
@@ -39,19 +53,13 @@ def in_type(stacked: Any, dtype: jnp.dtype) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, stacked)
 
 
-def without_last(layers: Any) -> tuple[Any, Any]:
-    """(all layers but the last, the last), of a list or stacked."""
-    if isinstance(layers, list):
-        return layers[:-1], layers[-1]
-    return jax.tree.map(lambda x: x[:-1], layers), jax.tree.map(lambda x: x[-1], layers)
-
-
 def rematerialised(block: Block, remat: Remat) -> Block:
     """The block, keeping for its backward pass only what the setting says."""
     if remat == "none":
         return block
     policies = jax.checkpoint_policies
     policy = {
+        "auto": policies.nothing_saveable,  # where nobody has chosen, what fits best
         "full": policies.nothing_saveable,
         "dots": policies.dots_with_no_batch_dims_saveable,
         "names": policies.save_from_both_policies(policies.save_only_these_names(*SAVED_NAMES), _fused_attention),

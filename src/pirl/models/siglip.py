@@ -1,5 +1,7 @@
 """SigLIP, the vision transformer of PaliGemma, over OpenPI's parameters (`PaliGemma/img`)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -53,7 +55,7 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
 
     how = attention.kernel(config, config.vision.width // config.vision.num_heads, tokens=x.shape[1])
 
-    def block(x: Array, w: Params) -> tuple[Array, None]:
+    def block(x: Array, w: Params, _: Any) -> tuple[Array, None]:
         x = by_sample(x)
         x = x + _attention(w["MultiHeadDotProductAttention_0"], _layer_norm(w["LayerNorm_0"], x), how)
         h = checkpoint_name(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")

@@ -1,30 +1,47 @@
-"""What a batch needs of a device while one step runs, read off jax's own trace of the model.
+"""What one step needs of a device while it runs, read off jax's own trace of the update.
 
-The model is three scans over stacked blocks: SigLIP, the VLM and the action expert. Each is traced alone, with the
-leaves that train and, where something trains before it, its input as what is differentiated. What its forward pass
-hands to its backward pass is then known exactly, for any remat setting, freeze rule and size, and it follows the code.
-Two batch sizes are traced: the difference is what one sample needs.
+The trace lists every array of the step, in order; counted is what is alive at the same time. That follows the code:
+an algorithm's second forward pass, N candidates, a kept copy, a branch, whatever the remat setting keeps. What XLA
+makes of a trace is not in it, so three rules say which arrays lie in memory at all:
+
+    stored      results of matrix products, reductions, loops and branches
+    fused       results of elementwise work, slices and casts: computed inside whatever reads them, so that what they
+                were computed from stays alive instead; but a matrix product, a loop or a branch reads only from memory,
+                and what it reads is stored from then on, and so is what would be computed from more than three arrays
+                of its size, such as the sum that runs through all layers
+    in place    results of a loop's turn, of a branch and of the step itself are written where they belong
+
+A loop holds its results from the beginning, and one turn's needs at a time. A branch is a border: everything that
+crosses it is stored, also what would otherwise have been fused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from pirl.models import gemma, siglip
-from pirl.models.config import FreezeRule, Pi0Config
-from pirl.models.freeze import freeze_dtypes, join, trainable_mask
-from pirl.models.params import Params, flatten, nest
-from pirl.models.pi0 import Context, Pi0, param_shapes
-from pirl.training.memory import leaf_bytes
+from pirl.training.memory import leaf_bytes, shard_bytes
 
-ModelPart = Literal["vision", "embedder", "vlm", "expert"]
-SCANS = ("vision", "vlm", "expert")
-"""Parts that are a scan over blocks."""
+PROBE = 1009
+"""Samples in a trace: a prime that divides no size of a model, so that an axis that grows with the batch shows."""
+
+_VIEWS = frozenset({"copy", "expand_dims", "name", "optimization_barrier", "reshape", "sharding_constraint", "squeeze"})
+_VIEWS |= {"transpose"}
+_STORED = frozenset({"argmax", "argmin", "conv_general_dilated", "cumsum", "dot_general", "gather", "scatter"})
+_STORED |= {"custom_partitioning", "ffi_call", "pallas_call", "reduce", "scatter-add", "sort", "top_k"}
+_READS_FUSED = frozenset({"argmax", "argmin", "cumsum", "gather", "reduce", "scatter", "scatter-add"})
+"""Of what is stored, that whose operands may be computed while they are read."""
+_OPAQUE = frozenset({"custom_partitioning", "reduce", "scatter", "scatter-add", "sort"})
+"""Equations with a program among their parameters that is not called on their operands."""
+_MERGED = frozenset({"convert_element_type", "slice"})
+_FUSED = 3
+"""Arrays of its own size that something is computed from, at most, before it is stored."""
+_USUAL = 32
+"""A batch at which sizes are compared."""
 
 
 class Load(NamedTuple):
@@ -42,155 +59,209 @@ class Load(NamedTuple):
         return Load(*(sum(column) for column in zip(self, *others, strict=True)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations:
-    """What the batch needs, on one device."""
+def step_loads(
+    update: Callable[..., Any], *args: Any, fsdp: int = 1, fused_tokens: Collection[int] = ()
+) -> tuple[Load, ...]:
+    """What a step needs on one device beyond its arguments, at the moments that can be its peak.
 
-    saved: Mapping[str, Load]
-    """Kept from the forward to the backward pass, by part (vision, vlm, expert); zero where nothing trains."""
-    products: Mapping[str, Load]
-    """Outputs of all matrix products of one block."""
-    kept: Mapping[str, Load]
-    """Those of them that the remat setting keeps, so that they are not recomputed."""
-    cache: Load
-    """Keys and values of the prefix in all layers."""
-
-    def backward(self, part: str) -> Load:
-        """Transient bytes of one block in the backward pass: recomputed products and a cotangent of every product."""
-        return Load(0, 2 * self.products[part].per_sample - self.kept[part].per_sample)
+    `args` are shapes for a batch of PROBE samples; the answer is per sample of one device. Arrays that do not grow with
+    the batch are sharded as the state is, except inside loops, where a layer's weights are whole. Arrays with two axes
+    of one of the `fused_tokens` are logits of a fused attention, which never lie in memory.
+    """
+    return traced_loads(jax.make_jaxpr(update)(*args), fsdp=fsdp, fused_tokens=fused_tokens)
 
 
-def part_of(path: str) -> ModelPart:
-    """The part of the model whose backward pass yields a parameter's gradient; the heads go with the expert."""
-    if path.startswith("PaliGemma/img/"):
-        return "vision"
-    if path.startswith("PaliGemma/llm/embedder/"):
-        return "embedder"
-    return "vlm" if path.startswith("PaliGemma/llm/") and "_1/" not in path else "expert"
+def traced_loads(jaxpr: ClosedJaxpr, *, fsdp: int = 1, fused_tokens: Collection[int] = ()) -> tuple[Load, ...]:
+    """The same of a trace."""
+
+    @cache
+    def size(aval: Any, inside: bool) -> Load:
+        shape = getattr(aval, "shape", ())
+        if any(shape.count(tokens) > 1 for tokens in fused_tokens):
+            return Load()
+        if any(axis and axis % PROBE == 0 for axis in shape):
+            return Load(0, leaf_bytes(aval) / PROBE)
+        return Load(leaf_bytes(aval) if inside else shard_bytes(aval, fsdp=fsdp))
+
+    return _Walk(size=size, inside=False).of(jaxpr.jaxpr, [_given(var) for var in jaxpr.jaxpr.invars])
 
 
-@lru_cache(maxsize=64)
-def stored_shapes(model: Pi0Config, rule: FreezeRule) -> tuple[Params, Params]:
-    """The parameters as they are stored, and which of them train."""
-    shapes = param_shapes(model)
-    mask = trainable_mask(shapes, model, rule)
-    return freeze_dtypes(shapes, mask), mask
+@dataclass(kw_only=True, eq=False)
+class _Buffer:
+    """An array in memory, from its first to its last use."""
+
+    size: Load
+    begin: int
+    end: int
 
 
-@lru_cache(maxsize=64)
-def activations(model: Pi0Config, rule: FreezeRule, cameras: int, draws: int = 1) -> Activations:
-    """What a batch needs, by part of the model."""
-    one, two = (_pieces(replace(model, remat="none"), rule, cameras, draws, batch) for batch in (1, 2))
-    products = {part: _line(_products(one[part]), _products(two[part])) for part in SCANS}
-    saved = _saved_by_part(model, rule, cameras, draws)
-    least = _saved_by_part(replace(model, remat="full"), rule, cameras, draws)
-    depths = {"vision": model.vision.depth, "vlm": model.vlm.depth, "expert": model.expert.depth}
-    kept = {
-        part: Load(0, min((saved[part].per_sample - least[part].per_sample) / depths[part], products[part].per_sample))
-        for part in SCANS
-    }
-    cache = _line(*(sum(map(leaf_bytes, pieces["expert"].inputs)) for pieces in (one, two)))
-    return Activations(saved=saved, products=products, kept=kept, cache=cache)
+@dataclass(kw_only=True, eq=False)
+class _Value:
+    """An array of the trace: in memory, or to be computed from some that are."""
+
+    aval: Any
+    buffer: _Buffer | None = None
+    sources: frozenset[_Buffer] = frozenset()
+
+    @property
+    def read_from(self) -> frozenset[_Buffer]:
+        """The memory that reading it reads."""
+        return self.sources if self.buffer is None else frozenset({self.buffer})
 
 
-@lru_cache(maxsize=64)
-def _saved_by_part(model: Pi0Config, rule: FreezeRule, cameras: int, draws: int) -> dict[str, Load]:
-    one, two = (_pieces(model, rule, cameras, draws, batch) for batch in (1, 2))
-    return {part: _line(_saved(one[part]), _saved(two[part])) for part in SCANS}
+def _given(var: Any) -> _Value:
+    """An argument: it has its memory already."""
+    return _Value(aval=var.aval, buffer=_Buffer(size=Load(), begin=0, end=0))
 
 
-def _line(one: int, two: int) -> Load:
-    """The line through the bytes of batches of 1 and 2."""
-    return Load(2 * one - two, two - one)
+@dataclass(kw_only=True)
+class _Walk:
+    """One program, equation by equation; loops and branches are walks of their own."""
+
+    size: Callable[[Any, bool], Load]
+    inside: bool
+    time: int = 0
+    buffers: list[_Buffer] = field(default_factory=list)
+    nested: list[tuple[int, tuple[Load, ...]]] = field(default_factory=list)
+    """When another program ran, and what it needed."""
+    merged: dict[Any, tuple[list[_Value], list[_Value]]] = field(default_factory=dict)
+    """Cuts and casts by what they do: operands and results. The same of the same array is made once, as XLA does."""
+
+    def of(
+        self, jaxpr: Jaxpr, args: Sequence[_Value], wanted: Sequence[bool] | None = None, *, counted: bool = True
+    ) -> tuple[Load, ...]:
+        """What the program needs. Results that something else has memory for are not `counted`."""
+        results = self._run(jaxpr, args, [True] * len(jaxpr.outvars) if wanted is None else wanted)
+        self.time += 1
+        for value in results:
+            self._read(value)
+            if not counted and value.buffer is not None:
+                value.buffer.size = Load()
+        return self._peaks()
+
+    def _run(self, jaxpr: Jaxpr, args: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
+        """Go through the equations; what is not wanted is not computed."""
+        known = {var: _given(var) for var in jaxpr.constvars} | dict(zip(jaxpr.invars, args, strict=True))
+
+        def value(atom: Any) -> _Value:
+            return _Value(aval=atom.aval) if isinstance(atom, Literal) else known[atom]
+
+        needed = _needed(jaxpr, wanted)
+        for equation in jaxpr.eqns:
+            if any(var in needed for var in equation.outvars):
+                flags = [var in needed for var in equation.outvars]
+                results = self._equation(equation, [value(atom) for atom in equation.invars], flags)
+                known |= dict(zip(equation.outvars, results, strict=True))
+        return [value(atom) for atom, flag in zip(jaxpr.outvars, wanted, strict=True) if flag]
+
+    def _equation(self, equation: Any, operands: list[_Value], wanted: list[bool]) -> list[_Value]:
+        name, outvars = equation.primitive.name, equation.outvars
+        if name in _VIEWS:
+            return operands[: len(outvars)]
+        if name in ("scan", "while", "cond"):
+            return self._nested(equation, operands, wanted)
+        program = None if name in _OPAQUE else _called(equation)
+        if program is not None:
+            found = iter(self._run(program, operands[len(operands) - len(program.invars) :], wanted))
+            return [next(found) if flag else _Value(aval=var.aval) for var, flag in zip(outvars, wanted, strict=True)]
+        if name in _STORED or name.startswith("reduce_"):
+            self.time += 1
+            for operand in operands:
+                self._read(operand, stored=not (name in _READS_FUSED or name.startswith("reduce_")))
+            return [self._store(var.aval) for var in outvars]
+        key = (name, str(equation.params), *map(id, operands)) if name in _MERGED else None
+        if key in self.merged:
+            return self.merged[key][1]
+        sources = frozenset[_Buffer]().union(*(operand.read_from for operand in operands))
+        results = [_Value(aval=var.aval, sources=sources) for var in outvars]
+        for result in results:
+            own = self.size(result.aval, self.inside).at(_USUAL)
+            if len(sources) > _FUSED and sum(2 * source.size.at(_USUAL) >= own > 0 for source in sources) > _FUSED:
+                self.time += 1
+                self._read(result, stored=True)
+        if key is not None:
+            self.merged[key] = operands, results
+        return results
+
+    def _nested(self, equation: Any, operands: list[_Value], wanted: list[bool]) -> list[_Value]:
+        """A loop or a branch: its results, and what one turn or the larger branch needs."""
+        self.time += 1
+        programs, carried = _programs(equation)
+        for index, operand in enumerate(operands):
+            # What a loop starts from is computed straight into what it carries along.
+            self._read(operand, stored=index not in carried)
+        results = [
+            self._store(var.aval) if flag else _Value(aval=var.aval)
+            for var, flag in zip(equation.outvars, wanted, strict=True)
+        ]
+        scan, branch = (equation.primitive.name == name for name in ("scan", "cond"))
+        for program in programs:
+            # A turn's share of a stacked array is cut out by whatever reads it.
+            args = [
+                _Value(aval=var.aval) if scan and index >= carried.stop else _given(var)
+                for index, var in enumerate(program.invars)
+            ]
+            flags = [True] * len(carried) + wanted[len(carried) :]
+            needs = _Walk(size=self.size, inside=True).of(program, args, flags, counted=not branch)
+            self.nested.append((self.time, needs))
+        return results
+
+    def _store(self, aval: Any) -> _Value:
+        buffer = _Buffer(size=self.size(aval, self.inside), begin=self.time, end=self.time)
+        self.buffers.append(buffer)
+        return _Value(aval=aval, buffer=buffer)
+
+    def _read(self, value: _Value, *, stored: bool = False) -> None:
+        for buffer in value.read_from:
+            buffer.end = self.time
+        if stored and value.buffer is None:
+            value.buffer = self._store(value.aval).buffer
+
+    def _peaks(self) -> tuple[Load, ...]:
+        """What is alive at each time, reduced to the moments that are the peak of some batch."""
+        change = np.zeros((self.time + 2, len(Load._fields)))
+        for buffer in self.buffers:
+            change[buffer.begin] += buffer.size
+            change[buffer.end + 1] -= buffer.size
+        alive = change.cumsum(0)
+        inner = [alive[time] + load for time, loads in self.nested for load in loads]
+        return largest([Load(*map(float, moment)) for moment in [*alive, *inner]])
 
 
-class _Piece(NamedTuple):
-    """One scan of the model with the shapes of its arguments: function(params, inputs, rest)."""
-
-    function: Callable[..., Any]
-    own: Params
-    others: Params
-    inputs: Any
-    rest: Any
-    upstream: bool
+def largest(loads: Iterable[Load]) -> tuple[Load, ...]:
+    """Those that no other exceeds at every batch."""
+    found: list[Load] = []
+    for load in sorted(set(loads), reverse=True):
+        if not found or load.per_sample > found[-1].per_sample:
+            found.append(load)
+    return tuple(found)
 
 
-def _pieces(model: Pi0Config, rule: FreezeRule, cameras: int, draws: int, batch: int) -> dict[str, _Piece]:
-    """The three scans. `own` are the leaves that train within one; `upstream`: something before it trains as well."""
-    shapes, mask = stored_shapes(model, rule)
-    length = cameras * model.tokens_per_image + model.token_len
-
-    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch, *shape), dtype)
-
-    def vision(params: Params, inputs: Any, images: Any) -> Any:
-        return siglip.encode_images(params["PaliGemma"]["img"], model, images)
-
-    def vlm(params: Params, x: Any, tokens: Any) -> Any:
-        prefix = gemma.encode_prefix(params["PaliGemma"]["llm"], model, x, *tokens)
-        return prefix.keys, prefix.values
-
-    def expert(params: Params, cache: Any, rest: Any) -> Any:
-        mask, positions, hidden, state, chunks, time = rest
-        context = Context(keys=cache[0], values=cache[1], mask=mask, positions=positions, features=hidden, state=state)
-        return Pi0(model).velocity(params, context, chunks, time)
-
-    images = jax.ShapeDtypeStruct((batch * cameras, model.image_size, model.image_size, 3), jnp.float32)
-    tokens = (array(length, dtype=bool), array(length, dtype=jnp.int32))
-    hidden = array(length, model.vlm.width, dtype=jnp.dtype(model.dtype))
-    cache = jax.eval_shape(vlm, shapes, hidden, tokens)
-    suffix = (hidden, array(model.action_dim), array(draws, model.horizon, model.action_dim), array(draws))
-    flat, flags = flatten(shapes), flatten(mask)
-    trains = {part_of(path) for path, flag in flags.items() if flag}
-    before_vlm = not trains.isdisjoint({"vision", "embedder"})
-
-    def piece(part: str, function: Callable[..., Any], inputs: Any, rest: Any, upstream: bool) -> _Piece:
-        own = {path: leaf for path, leaf in flat.items() if flags[path] and part_of(path) == part}
-        others = {path: leaf for path, leaf in flat.items() if path not in own}
-        return _Piece(function, nest(own), nest(others), inputs, rest, upstream)
-
-    return {
-        "vision": piece("vision", vision, (), images, False),
-        "vlm": piece("vlm", vlm, hidden, tokens, before_vlm),
-        "expert": piece("expert", expert, cache, (*tokens, *suffix), before_vlm or "vlm" in trains),
-    }
+def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
+    """The variables that the wanted results depend on."""
+    needed = {atom for atom, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not isinstance(atom, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if any(var in needed for var in equation.outvars):
+            needed |= {atom for atom in equation.invars if not isinstance(atom, Literal)}
+    return needed
 
 
-def _saved(piece: _Piece) -> int:
-    """Bytes the forward pass hands to the backward pass beyond its own arguments, which are there anyway."""
-    function, own, others, inputs, rest, upstream = piece
-    if not own and not upstream:
-        return 0
-
-    def residuals(own: Params, others: Params, inputs: Any, rest: Any) -> list[Any]:
-        if upstream:
-            back = jax.vjp(lambda own, inputs: function(join(own, others), inputs, rest), own, inputs)[1]
-        else:
-            back = jax.vjp(lambda own: function(join(own, others), inputs, rest), own)[1]
-        return jax.tree.leaves(back)
-
-    jaxpr = jax.make_jaxpr(residuals)(own, others, inputs, rest).jaxpr
-    arguments = {id(var) for var in jaxpr.invars}
-    kept = {id(var): var for var in jaxpr.outvars if id(var) not in arguments}
-    return sum(leaf_bytes(var.aval) for var in kept.values())
+def _called(equation: Any) -> Jaxpr | None:
+    """The program that an equation calls on its operands."""
+    for value in equation.params.values():
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            return value.jaxpr if isinstance(value, ClosedJaxpr) else value
+    return None
 
 
-def _products(piece: _Piece) -> int:
-    """Bytes of the outputs of all matrix products in one block."""
-    params = join(piece.own, piece.others)
-    return sum(
-        leaf_bytes(product.outvars[0].aval)
-        for scan in jax.make_jaxpr(piece.function)(params, piece.inputs, piece.rest).jaxpr.eqns
-        if scan.primitive.name == "scan"
-        for product in _equations(scan.params["jaxpr"])
-        if product.primitive.name == "dot_general"
-    )
-
-
-def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
-    """All equations, also those of functions called inside."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            if isinstance(value, Jaxpr | ClosedJaxpr):
-                yield from _equations(value)
+def _programs(equation: Any) -> tuple[list[Jaxpr], range]:
+    """The programs of a loop or a branch, and which of its operands are carried from turn to turn."""
+    params = equation.params
+    match equation.primitive.name:
+        case "cond":
+            return [branch.jaxpr for branch in params["branches"]], range(0)
+        case "scan":
+            first = params["num_consts"]
+            return [params["jaxpr"].jaxpr], range(first, first + params["num_carry"])
+    first = params["cond_nconsts"] + params["body_nconsts"]
+    return [params["body_jaxpr"].jaxpr], range(first, len(equation.invars))

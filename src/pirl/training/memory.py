@@ -219,7 +219,8 @@ def leaf_bytes(leaf: Any) -> int:
 def shard_bytes(leaf: Any, sharding: Any = None, fsdp: int | None = None) -> int:
     """Bytes of a leaf on one device."""
     if sharding is None and fsdp is not None:
-        spec = fsdp_spec(leaf.shape, leaf.dtype, fsdp) if leaf.shape else ()
+        key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        spec = fsdp_spec(leaf.shape, leaf.dtype, fsdp) if leaf.shape and not key else ()
         return leaf_bytes(leaf) // (fsdp if any(axis is not None for axis in spec) else 1)
     sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
     if sharding is None or not leaf.shape:

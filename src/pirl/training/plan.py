@@ -1,82 +1,44 @@
 """Will it fit? The memory of a training step per device, from shapes alone, before anything is allocated.
 
-Resident from step to step, each leaf sharded by OpenPI's rule: the weights (float32; frozen ones bfloat16), the
-optimizer state, the average of all weights, a critic with its target and moments, and for `distill` a bfloat16 copy of
-the policy it started from.
+An estimate is the sum of three parts:
 
-On top of that comes what one step needs for a while. What the three scans (SigLIP, VLM, action expert) keep between
-their forward and their backward passes is read off jax's trace of them (`activations.py`). Per block and token it is,
-in the type of the activations:
+    state        weights (float32; frozen ones bfloat16), optimizer, averages, critic and its target, the policy that
+                 `distill` started from or that RIPT rolled out: shapes of the very state the algorithm makes, each leaf
+                 sharded by OpenPI's rule
+    batch        as it arrives, observations of the next step included where the algorithm reads them
+    step         the most that is alive at once while the update runs: `activations.py` reads it off jax's trace of it.
+                 What does not grow with the batch is gradients and the weights of the layer at work, what does is
+                 activations: what the remat setting keeps, what it recomputes of one layer, keys and values, candidates
 
-    full    the block's input
-    names   also what `remat.SAVED_NAMES` names: queries, keys, values, attention output, gate and up of the
-            feed-forward; in SigLIP queries, keys, values and the feed-forward's inner layer
-    dots    also the outputs of matrix products without a batch dimension: as above, but in place of the attention's
-            output that of its output projection, in SigLIP as well
-    none    everything the backward pass reads: elementwise intermediates, attention probabilities, cast weights
+Nothing is fitted. A batch that does not fit at once is split (`accumulate`), which holds one more set of gradients. The
+peaks that were measured on a GPU are in `tests/golden/measured_memory.json`, and a test holds the plan to them.
 
-The backward pass of a scan works on one block at a time. There it holds the outputs of all matrix products of that
-block (the attention logits among them, in float32) as far as they were not kept and had to be recomputed, and a
-cotangent for each; elementwise work in between is fused and not counted. The block's weights are cast to the
-activations' type, and so is their gradient before it is stored; with FSDP they are also gathered first.
-
-Gradients are float32 and appear part by part, while what the passed parts had kept is given back. So the peak is the
-largest of these moments: the forward pass of SigLIP or the VLM, the backward pass of expert, VLM or SigLIP, the
-optimizer's update. Gradient accumulation holds one more set of gradients throughout.
-
-Peaks measured on one H200 (π₀ whole, AdamW, average, 3 cameras) against what this gives, in GiB; no factor was fitted:
-
-    prototype, batch 32, names, XLA attention         107.0   107.1   +0.1 %
-    prototype, batch 32, names, fused attention       106.0   107.1   +1.1 %
-    prototype, batch 32, names, fused, 2 cameras       91.0    91.0    0.0 %
-    prototype, batch 32, full, fused attention         66.0    66.6   +1.0 %
-    OpenPI's own step, batch 32, full                  71.6    66.6   -6.9 %
-    OpenPI's own step, batch 64, full                  77.3    76.1   -1.6 %
-
-The prototype had this model's structure. OpenPI's step is another program (both experts in one scan, attention over
-prefix and suffix together); how far it is off says how much to trust this for code that differs.
-
-Not counted: sampling candidates in reinforcement learning (measured: at most 1 GiB more at batch 32, best of 4) and
-the batch itself. A tenth of the device is left free by default, for fragments and for what this does not see.
+Not seen: how XLA packs arrays, and what it computes twice to save memory. So a tenth of the device is left free. Acting
+and evaluation need less than a step does, and are not counted.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pirl.errors import ConfigError, did_you_mean
-from pirl.models.config import FreezeRule, Pi0Config, Remat
-from pirl.models.freeze import default_rule, split
+from pirl.agents.config import ACRLPDConfig, RIPTConfig
+from pirl.config import RLTrainConfig
+from pirl.errors import ConfigError
+from pirl.models.config import Pi0Config, Remat
+from pirl.models.freeze import split, trainable_mask
 from pirl.models.params import count, flatten
-from pirl.training.activations import SCANS, Load, activations, part_of, stored_shapes
-from pirl.training.config import SGD, AdamW, Optimizer
-from pirl.training.memory import GIB, gib, leaf_bytes, shard_bytes, text_table
-from pirl.training.optim import make_optimizer
+from pirl.models.pi0 import param_shapes
+from pirl.training.activations import PROBE, Load, largest, traced_loads
+from pirl.training.distributed import is_main
+from pirl.training.memory import GIB, breakdown, gib, leaf_bytes, shard_bytes, text_table
 
-OPTIMIZERS: Mapping[str, Optimizer] = {"adamw": AdamW(), "sgd": SGD()}
-"""Optimizers by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One moment of a step."""
-
-    name: str
-    """What is going on."""
-    gradients: int
-    """Bytes of gradients that exist by then."""
-    activations: Load
-    """What the batch needs."""
-    workspace: int
-    """Weights of the block at work, cast and gathered, and their gradient."""
-
-    def at(self, batch: int) -> int | float:
-        """Bytes on top of what is resident."""
-        return self.gradients + self.activations.at(batch) + self.workspace
+BY_SPEED: tuple[Remat, ...] = ("none", "names", "dots", "full")
+"""Remat settings, those first that compute least again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +46,7 @@ class Plan:
     """What one device needs, and what fits on it."""
 
     parts: Mapping[str, int]
-    """Bytes on one device at the peak: params, optimizer, ema, copy, critic, gradients, activations, workspace."""
-    phase: str
-    """The moment of the step at which the peak is reached."""
+    """Bytes on one device at the peak: the state's groups, `batch`, `gradients, weights at work` and `activations`."""
     usable: int
     """Bytes of a device that may be used."""
     batch_size: int
@@ -103,6 +63,10 @@ class Plan:
     """Of the policy."""
     trainable: int
     """Of the policy, those that train."""
+    remat: Remat
+    """The setting this was computed for."""
+    chosen: Remat | None = None
+    """The setting that computes least again and fits, where that was asked."""
     suggestions: tuple[str, ...] = ()
     """What would help, where the batch does not fit at once; each was computed."""
 
@@ -117,11 +81,11 @@ class Plan:
         return self.accumulate is not None
 
     def __str__(self) -> str:
-        rows = [("per device", "bytes"), *((name, gib(size)) for name, size in self.parts.items() if size)]
+        rows = [("per device", "bytes"), *((name, gib(size)) for name, size in self.parts.items() if size >= 2**10)]
         rows.append(("peak", gib(self.peak)))
         head = (
             f"{self.trainable / 1e6:,.0f} M of {self.parameters / 1e6:,.0f} M parameters train; "
-            f"batch {self.batch_size} on {self.devices} device(s), fsdp {self.fsdp}"
+            f"batch {self.batch_size} on {self.devices} device(s), fsdp {self.fsdp}, remat {self.remat}"
         )
         if self.accumulate is None:
             verdict = f"does not fit, not even in parts of one sample per device: {gib(self.usable)} may be used"
@@ -129,7 +93,9 @@ class Plan:
         else:
             parts = f"in {self.accumulate} parts " if self.accumulate > 1 else ""
             verdict = f"fits {parts}({gib(self.usable)} may be used); largest batch at once: {self.largest_batch}"
-        lines = [head, *text_table(rows, "<>"), f"the peak is in the {self.phase}", verdict]
+        lines = [head, *text_table(rows, "<>"), verdict]
+        if self.chosen is not None and self.chosen != self.remat:
+            lines.append(f"  or: --model.remat {self.chosen}, the setting that computes least again and fits")
         return "\n".join([*lines, *(f"  or: {suggestion}" for suggestion in self.suggestions)])
 
 
@@ -137,188 +103,229 @@ class Plan:
 class _Setup:
     """One way to train: what `plan` was asked, and every variation it tries."""
 
-    model: Pi0Config
-    rule: FreezeRule
-    ema: bool
-    copy: bool
-    critic: int
-    optimizer: Optimizer
+    config: RLTrainConfig
     devices: int
     fsdp: int
-    cameras: int
-    draws: int
+
+    @property
+    def model(self) -> Pi0Config:
+        assert isinstance(self.config.model, Pi0Config)
+        return self.config.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """What planning needs to know of an algorithm with a model, whatever the devices."""
+
+    state: Any
+    """Shapes of the training state."""
+    batch: Any
+    """Shapes of a batch of PROBE samples."""
+    programs: tuple[tuple[Any, frozenset[int]], ...]
+    """Traces of the update, each with the token counts whose square never lies in memory."""
 
 
 def plan(
-    model: Pi0Config,
+    config: RLTrainConfig,
     *,
-    batch_size: int,
     device_gb: int | float,
-    devices: int = 1,
-    fsdp: int = 1,
-    rule: FreezeRule | None = None,
-    ema: bool = True,
-    copy: bool = False,
-    critic_parameters: int | None = None,
-    optimizer: str | Optimizer = "adamw",
-    cameras: int | None = None,
-    draws: int = 1,
-    remat: Remat | None = None,
+    devices: int | None = None,
     usable_fraction: float = 0.9,
+    choose: bool = False,
 ) -> Plan:
-    """Bytes per device of training `model`, the largest batch that fits, and what to do where it does not.
+    """Bytes per device of a training run, the largest batch that fits, and what to do where it does not.
 
-    `device_gb` is in GiB, as nvidia-smi counts; `usable_fraction` of it is XLA's. `cameras` and `remat` default to the
-    model's own, `rule` to what OpenPI does. `copy`: the policy that training began with is kept (`distill`). A batch
-    that does not fit at once is split; where nothing fits, variations are tried and those that do are suggested.
+    `device_gb` is in GiB, as nvidia-smi counts; `usable_fraction` of it is XLA's. `devices` are at least `mesh.fsdp`.
+    A batch that does not fit at once is split; where that does not help, variations are tried and those that fit are
+    suggested. With `choose` it is also said which remat setting fits and computes least again.
     """
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
-        raise did_you_mean(optimizer, OPTIMIZERS, kind="optimizer")
-    setup = _Setup(
-        model=model if remat is None else replace(model, remat=remat),
-        rule=default_rule(model) if rule is None else rule,
-        ema=ema,
-        copy=copy,
-        critic=critic_parameters or 0,
-        optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
-        devices=devices,
-        fsdp=fsdp,
-        cameras=len(model.cameras) if cameras is None else cameras,
-        draws=draws,
-    )
-    _check(setup, batch_size)
+    setup = _Setup(config=config, devices=devices or config.mesh.fsdp, fsdp=config.mesh.fsdp)
+    _check(setup)
     usable = int(device_gb * GIB * usable_fraction)
-    found = _plan(setup, batch_size, usable)
-    return replace(found, suggestions=tuple(_suggest(setup, batch_size, usable, found)))
+    if setup.model.remat == "auto":
+        setup = _with_model(setup, remat=_choose(setup, usable) or "full")
+    found = _plan(setup, usable)
+    return replace(
+        found,
+        chosen=_choose(setup, usable) if choose else None,
+        suggestions=tuple(_suggest(setup, usable, found)),
+    )
 
 
-def _check(setup: _Setup, batch_size: int) -> None:
-    if setup.fsdp < 1 or setup.devices < 1 or setup.devices % setup.fsdp:
+def with_remat(config: RLTrainConfig) -> RLTrainConfig:
+    """The configuration with `model.remat` `auto` decided for the devices that are here, and a line that says it."""
+    model = config.model
+    if not isinstance(model, Pi0Config) or model.remat != "auto":
+        return config
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    # The limit is XLA's share of the device already.
+    chosen = choose_remat(
+        config, device_gb=limit / GIB if limit else None, devices=jax.device_count(), usable_fraction=0.95
+    )
+    room = f"what fits into {limit / GIB:.0f} GiB" if limit else "memory is no concern on a CPU"
+    if is_main():
+        print(f"model.remat auto: {chosen} ({room})")
+    return replace(config, model=replace(model, remat=chosen))
+
+
+def choose_remat(
+    config: RLTrainConfig, *, device_gb: int | float | None, devices: int = 1, usable_fraction: float = 0.9
+) -> Remat:
+    """The remat setting that computes least again and whose predicted peak fits; `full` if none does.
+
+    `device_gb` None means that memory is no concern, as on a CPU: then nothing is recomputed.
+    """
+    setup = _Setup(config=config, devices=devices, fsdp=config.mesh.fsdp)
+    if device_gb is None or not isinstance(config.model, Pi0Config):
+        return "none"
+    _check(setup)
+    return _choose(setup, int(device_gb * GIB * usable_fraction)) or "full"
+
+
+def _choose(setup: _Setup, usable: int) -> Remat | None:
+    parts = setup.config.agent.accumulate
+    return next((r for r in BY_SPEED if _plan(_with_model(setup, remat=r), usable).accumulate == parts), None)
+
+
+def _check(setup: _Setup) -> None:
+    if not isinstance(setup.config.model, Pi0Config):
+        raise ConfigError("the policy is an MLP over the state", hint="it fits everywhere; `plan` is for π₀")
+    if setup.devices % setup.fsdp:
         raise ConfigError(
             f"fsdp is {setup.fsdp} and there are {setup.devices} devices", hint="fsdp divides the number of devices"
         )
-    if batch_size < 1 or batch_size % setup.devices:
+    if setup.config.batch_size % setup.devices:
         raise ConfigError(
-            f"a batch of {batch_size} over {setup.devices} devices", hint="the batch is a multiple of the devices"
+            f"a batch of {setup.config.batch_size} over {setup.devices} devices",
+            hint="the batch is a multiple of the devices",
         )
-    if setup.cameras < 1 or setup.draws < 1:
-        raise ConfigError(f"{setup.cameras} cameras, {setup.draws} draws of the flow", hint="at least one of each")
 
 
-def _plan(setup: _Setup, batch_size: int, usable: int) -> Plan:
-    shapes, mask = stored_shapes(setup.model, setup.rule)
-    resident = _resident(setup)
-    room = usable - sum(resident.values())
-    at_once, in_parts = (list(_phases(setup, accumulated=accumulated)) for accumulated in (False, True))
-    share = batch_size // setup.devices
-    splits = (parts for parts in range(1, share + 1) if share % parts == 0)
-    accumulate = next((n for n in splits if _fits(in_parts if n > 1 else at_once, share // n, room)), None)
-    micro_batch = share // (accumulate or share)
-    peak = max(at_once if micro_batch == share else in_parts, key=lambda phase: phase.at(micro_batch))
-    on_top = {"gradients": peak.gradients, "activations": peak.activations.at(micro_batch), "workspace": peak.workspace}
+def _plan(setup: _Setup, usable: int) -> Plan:
+    config, model, fsdp = setup.config, setup.model, setup.fsdp
+    essence = _essence(config)
+    traced = _trace(essence)
+    shapes = param_shapes(model)
+    trainable = split(shapes, trainable_mask(shapes, model, config.freeze_rule))[0]
+    state = {part.name: part.per_device for part in breakdown(traced.state, fsdp=fsdp).parts}
+    batch = sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(traced.batch)) / PROBE
+    gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(trainable))
+    at_once = _loads(essence, fsdp)
+    in_parts = tuple(load.plus(Load(gradients)) for load in at_once)
+    share = config.batch_size // setup.devices
+    room = usable - sum(state.values())
+    splits = [n for n in range(config.agent.accumulate, share + 1) if share % n == 0]
+
+    def peak(parts: int) -> Load:
+        return max(at_once if parts == 1 else in_parts, key=lambda load: load.at(share // parts))
+
+    fitting = (n for n in splits if peak(n).at(share // n) + batch * share <= room)
+    accumulate = next(fitting, None)
+    parts = accumulate or splits[-1]
+    step = {
+        "batch": batch * share,
+        "gradients, weights at work": peak(parts).fixed,
+        "activations": peak(parts).per_sample * (share // parts),
+    }
     return Plan(
-        parts={name: int(size) for name, size in (resident | on_top).items()},
-        phase=peak.name,
+        parts={name: int(size) for name, size in (state | step).items()},
         usable=usable,
-        batch_size=batch_size,
+        batch_size=config.batch_size,
         accumulate=accumulate,
-        largest_batch=_largest(at_once, room) * setup.devices,
+        largest_batch=_largest_batch(at_once, batch, room) * setup.devices,
         devices=setup.devices,
-        fsdp=setup.fsdp,
+        fsdp=fsdp,
         parameters=count(flatten(shapes).values()),
-        trainable=count(flatten(split(shapes, mask)[0]).values()),
+        trainable=count(flatten(trainable).values()),
+        remat=model.remat,
     )
 
 
-def _fits(phases: list[Phase], batch: int, room: int) -> bool:
-    return all(phase.at(batch) <= room for phase in phases)
+def _largest_batch(loads: tuple[Load, ...], batch: float, room: int) -> int:
+    """Samples of one device at which every moment of the step fits; 0 if none."""
+    return max(0, min(int((room - load.fixed) / (load.per_sample + batch)) for load in loads))
 
 
-def _largest(phases: list[Phase], room: int) -> int:
-    """Largest batch at which every phase fits; 0 if none."""
-    if not _fits(phases, 1, room):
-        return 0
-    growing = (phase for phase in phases if phase.activations.per_sample > 0)
-    return min(int((room - phase.at(0)) / phase.activations.per_sample) for phase in growing)
+def _essence(config: RLTrainConfig) -> RLTrainConfig:
+    """The configuration without what a trace does not depend on, so that variations share theirs."""
+    agent = replace(config.agent, accumulate=1)
+    return replace(config, agent=agent, batch_size=1, mesh=replace(config.mesh, fsdp=1))
 
 
-def _resident(setup: _Setup) -> dict[str, int]:
-    """Bytes on one device that stay from step to step."""
-    shapes, mask = stored_shapes(setup.model, setup.rule)
-    optimizer = make_optimizer(setup.optimizer, 0.0)
-    params = _on_device(shapes, setup.fsdp)
-    # A critic is made of small arrays, which are on every device: weights, their target, and the moments.
-    weights = jax.ShapeDtypeStruct((setup.critic,), jnp.float32)
-    critic = (weights, weights, jax.eval_shape(optimizer.init, weights)) if setup.critic else ()
-    return {
-        "params": params,
-        "optimizer": _on_device(jax.eval_shape(optimizer.init, split(shapes, mask)[0]), setup.fsdp),
-        "ema": params if setup.ema else 0,
-        "copy": _on_device(jax.tree.map(_in_bfloat16, shapes), setup.fsdp) if setup.copy else 0,
-        "critic": _on_device(critic, 1),
+@lru_cache(maxsize=32)
+def _trace(config: RLTrainConfig) -> _Trace:
+    from pirl.training.build import build_agent  # brings datasets and environments along, which a plan does not need
+
+    model = config.model
+    assert isinstance(model, Pi0Config)
+    batch = batch_shapes(config, PROBE)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(build_agent(config).init, key)
+
+    def traced(attention: Any) -> Any:
+        agent = build_agent(replace(config, model=replace(model, attention=attention)))
+        return jax.make_jaxpr(agent.update)(state, batch, key)
+
+    programs: list[tuple[Any, frozenset[int]]] = []
+    if model.attention in ("plain", "auto"):
+        programs.append((traced("plain"), frozenset()))
+    if model.attention != "plain":
+        # jax's own kernel stands in for the GPU's, which cannot be traced without one: the same arrays, but for logits.
+        prefix = len(config.cameras) * model.tokens_per_image + model.token_len
+        programs.append((traced("xla"), frozenset({prefix, model.tokens_per_image})))
+    return _Trace(state=state, batch=batch, programs=tuple(programs))
+
+
+@lru_cache(maxsize=64)
+def _loads(config: RLTrainConfig, fsdp: int) -> tuple[Load, ...]:
+    programs = _trace(config).programs
+    return largest(load for p, tokens in programs for load in traced_loads(p, fsdp=fsdp, fused_tokens=tokens))
+
+
+def batch_shapes(config: RLTrainConfig, size: int) -> Any:
+    """Shapes of a batch as the algorithm gets it."""
+    model, agent = config.model, config.agent
+    assert isinstance(model, Pi0Config)
+
+    def rows(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, *shape), dtype)
+
+    picture = rows(model.image_size, model.image_size, 3, dtype=jnp.uint8)
+    observations = {
+        "image": dict.fromkeys(config.cameras, picture),
+        "image_mask": dict.fromkeys(config.cameras, rows(dtype=bool)),
+        "state": rows(model.action_dim),
+        "tokenized_prompt": rows(model.token_len, dtype=jnp.int32),
+        "tokenized_prompt_mask": rows(model.token_len, dtype=bool),
+    }
+    chunks, steps, number = rows(model.horizon, model.action_dim), rows(model.horizon), rows()
+    demonstrations = {"observations": observations, "actions": chunks, "valid": steps}
+    if isinstance(agent, RIPTConfig):
+        batch = {"observations": observations, "actions": chunks, "executed": steps, "advantage": number}
+        batch |= {"weight": number, "fresh": number, "acceptance": number}
+        return batch | ({"demos": demonstrations} if agent.bc_weight else {})
+    if not config.has_critic:
+        return demonstrations
+    scalars = ("next_terminal", "sequence_mask", "reward_sum", "mc_return")
+    return demonstrations | {
+        "next_observations": observations,
+        "critic_actions": rows(config.critic_horizon, model.action_dim),
+        "length": rows(dtype=jnp.int32),
+        **dict.fromkeys(scalars, number),
     }
 
 
-def _in_bfloat16(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
-
-
-def _on_device(tree: Any, fsdp: int) -> int:
-    return sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(tree))
-
-
-def _phases(setup: _Setup, *, accumulated: bool) -> Iterator[Phase]:
-    """The moments of a step that can be its peak, in their order."""
-    shapes, mask = stored_shapes(setup.model, setup.rule)
-    grads: dict[str, int] = dict.fromkeys((*SCANS, "embedder"), 0)
-    for path, leaf in flatten(split(shapes, mask)[0]).items():
-        grads[part_of(path)] += shard_bytes(leaf, fsdp=setup.fsdp)
-    needs = activations(setup.model, setup.rule, setup.cameras, setup.draws)
-    saved, products = needs.saved, needs.products
-    block = {part: _workspace(setup, part) for part in SCANS}
-    begin = sum(grads.values()) if accumulated else 0
-
-    def phase(name: str, gradients: int, workspace: int, *loads: Load) -> Phase:
-        return Phase(name=name, gradients=begin + gradients, activations=Load().plus(*loads), workspace=workspace)
-
-    yield phase("forward pass of SigLIP", 0, block["vision"], saved["vision"], products["vision"])
-    yield phase("forward pass of the VLM", 0, block["vlm"], saved["vision"], saved["vlm"], products["vlm"], needs.cache)
-    gradients = grads["expert"]
-    loads = (*saved.values(), needs.backward("expert"), needs.cache)
-    yield phase("backward pass of the action expert", gradients, block["expert"], *loads)
-    if saved["vlm"] != Load():
-        gradients += grads["vlm"]
-        loads = (saved["vision"], saved["vlm"], needs.backward("vlm"), needs.cache)
-        yield phase("backward pass of the VLM", gradients, block["vlm"], *loads)
-    if saved["vision"] != Load():
-        loads = (saved["vision"], needs.backward("vision"))
-        yield phase("backward pass of SigLIP", sum(grads.values()), block["vision"], *loads)
-    yield phase("optimizer's update", sum(grads.values()), 0)
-
-
-def _workspace(setup: _Setup, part: str) -> int:
-    """One block's weights and their gradient in the type of the activations; gathered first where they are sharded."""
-    shapes, _ = stored_shapes(setup.model, setup.rule)
-    layers = [
-        x for path, x in flatten(shapes).items() if part_of(path) == part and ("/layers/" in path or "block" in path)
-    ]
-    depth = setup.model.vision.depth if part == "vision" else setup.model.vlm.depth
-    cast = 2 * count(layers) * jnp.dtype(setup.model.dtype).itemsize
-    gathered = sum(map(leaf_bytes, layers)) if setup.fsdp > 1 else 0
-    return (cast + gathered) // depth
-
-
-def _suggest(setup: _Setup, batch_size: int, usable: int, found: Plan) -> Iterator[str]:
+def _suggest(setup: _Setup, usable: int, found: Plan) -> Iterator[str]:
     """Variations that need less, those first that change the result least."""
-    if found.accumulate == 1:
+    if found.accumulate == setup.config.agent.accumulate:
         return
-    tried = {name: _plan(changed, batch_size, usable) for name, changed in _variations(setup)}
+    tried = {name: _plan(changed, usable) for name, changed in _variations(setup)}
     if not found.fits and not any(other.fits for other in tried.values()):
         # None is enough alone: all that keeps the trained weights the same, and then each of the others on top of it.
-        base = replace(setup, fsdp=setup.devices, ema=False, model=replace(setup.model, remat="full"))
+        base = replace(_without_ema(_with_model(setup, remat="full")), fsdp=setup.devices)
         together = f"fsdp {setup.devices}, no EMA, remat full" if setup.devices > 1 else "no EMA, remat full"
-        tried[together] = _plan(base, batch_size, usable)
-        tried |= {f"{name}, {together}": _plan(changed, batch_size, usable) for name, changed in _variations(base)}
+        tried[together] = _plan(base, usable)
+        tried |= {f"{name}, {together}": _plan(changed, usable) for name, changed in _variations(base)}
     fewest = found.accumulate or math.inf
     better = {name: other for name, other in tried.items() if (other.accumulate or math.inf) < fewest}
     for name, other in better.items():
@@ -330,20 +337,35 @@ def _suggest(setup: _Setup, batch_size: int, usable: int, found: Plan) -> Iterat
 
 
 def _variations(setup: _Setup) -> Iterator[tuple[str, _Setup]]:
-    model = setup.model
+    config, model = setup.config, setup.model
     if model.remat != "full":
-        yield "remat full", replace(setup, model=replace(model, remat="full"))
+        yield "remat full", _with_model(setup, remat="full")
     for fsdp in range(setup.fsdp + 1, setup.devices + 1):
         if setup.devices % fsdp == 0:
             yield f"fsdp {fsdp}", replace(setup, fsdp=fsdp)
-    if setup.ema:
-        yield "no EMA", replace(setup, ema=False)
-    if setup.cameras > 1:
-        yield f"{setup.cameras - 1} camera(s)", replace(setup, cameras=setup.cameras - 1)
-    if setup.rule in ("full", "lora"):
-        yield "VLM frozen (expert and heads train)", replace(setup, rule="vlm_frozen")
-    if setup.rule != "expert_only":
-        yield "expert only", replace(setup, rule="expert_only")
-    if setup.rule == "full" and not model.has_lora:
-        adapted = replace(model, vlm=model.vlm.with_lora(16), expert=model.expert.with_lora(32))
-        yield "LoRA", replace(setup, model=adapted, rule="lora")
+    if config.policy_ema_decay is not None:
+        yield "no EMA", _without_ema(setup)
+    if len(config.cameras) > 1:
+        fewer = replace(config, data=replace(config.data, cameras=config.cameras[:-1]))
+        yield f"{len(config.cameras) - 1} camera(s)", replace(setup, config=fewer)
+    if config.freeze_rule in ("full", "lora"):
+        yield "VLM frozen (expert and heads train)", _frozen(setup, "vlm_frozen")
+    if config.freeze_rule != "expert_only":
+        yield "expert only", _frozen(setup, "expert_only")
+    if config.freeze_rule == "full" and not model.has_lora:
+        adapted = _with_model(setup, vlm=model.vlm.with_lora(16), expert=model.expert.with_lora(32))
+        yield "LoRA", _frozen(adapted, "lora")
+
+
+def _with_model(setup: _Setup, **changes: Any) -> _Setup:
+    return replace(setup, config=replace(setup.config, model=replace(setup.model, **changes)))
+
+
+def _frozen(setup: _Setup, rule: Any) -> _Setup:
+    return replace(setup, config=replace(setup.config, freeze=rule))
+
+
+def _without_ema(setup: _Setup) -> _Setup:
+    agent = setup.config.agent
+    bare = replace(agent, policy_ema_decay=None) if isinstance(agent, ACRLPDConfig) else replace(agent, ema_decay=None)
+    return replace(setup, config=replace(setup.config, agent=bare))
