@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from types import SimpleNamespace, UnionType
 from typing import Any
 
 import pytest
+import yaml
 
 from pirl import recipes
 from pirl.cli import app
@@ -78,6 +80,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     """Every command line is understood as it stands: verbs, flags, recipes and the settings' values."""
     import pirl.cli.eval
     import pirl.cli.record
+    import pirl.cli.tune
     import pirl.training.acting
     import pirl.training.loop
     import pirl.training.plan
@@ -87,6 +90,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(pirl.training.acting, "find_checkpoint", lambda *_, **__: checkpoint)
     monkeypatch.setattr(pirl.cli.eval, "_asked", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.cli.record, "_record", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
+    monkeypatch.setattr(pirl.cli.tune, "_search", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.training.loop, "train", lambda config, **_: trained.append(config) or 0)
     monkeypatch.setattr(pirl.training.plan, "plan", lambda *_, **__: SimpleNamespace(accumulate=None))
     monkeypatch.chdir(tmp_path)
@@ -95,7 +99,11 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         words = shlex.split(command)
         for word in (word for word in words if word.endswith(".yaml")):
             Path(word).unlink(missing_ok=True)
-            if words[:2] != ["recipes", "cp"]:  # which writes it itself
+            if "--space" in words and word == words[words.index("--space") + 1]:
+                capsys.readouterr()
+                assert app.main(["tune", words[1], "--show-space"]) == 0
+                Path(word).write_text(capsys.readouterr().out)
+            elif words[:2] != ["recipes", "cp"]:  # which writes it itself
                 Path(word).write_text("recipe: acrlpd_libero\n")
         if words[0] in ("train", "plan", "recipes"):
             code = app.main(words)
@@ -105,7 +113,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
                 args = app.build_parser(words).parse_args(words)
                 if words[:2] == ["inspect", "recipe"]:
                     code = int(policy_of(args.name) is None)
-                elif words[0] in ("eval", "record"):  # these take settings as well, and parse them themselves
+                elif words[0] in ("eval", "record", "tune"):  # these take settings as well, and parse them themselves
                     importlib.import_module(f"pirl.cli.{words[0]}").run(args)
             except _UnderstoodError:
                 pass
@@ -139,6 +147,12 @@ def test_links(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             dead.append(target)
     assert not dead
+
+
+def test_lists_hold_their_code() -> None:
+    """GitHub takes three spaces for the inside of a list, the site wants four: a block at less would end the list."""
+    for page in PAGES:
+        assert not re.search(r"^ {1,3}```", page.read_text(), re.MULTILINE), of_page(page)
 
 
 def resolves(name: str) -> bool:
@@ -202,6 +216,41 @@ def test_every_metric_is_explained() -> None:
     assert mentioned <= logged
 
 
+def test_every_alarm_is_explained() -> None:
+    """What the watchdog says under `health/`, and its warnings."""
+    code = (ROOT / "src/pirl/training/watchdog.py").read_text()
+    said = set(re.findall(r'(?:yield \(?|_say\()\s*"(\w+)"', code))
+    section = (ROOT / "docs/training.md").read_text().partition("| `health/` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == said
+    assert len(said) > 4
+
+
+VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_variables_are_read(page: Path) -> None:
+    """Environment variables (and constants) that a page names stand in the code."""
+    places = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").glob("*.py"), ROOT / "Makefile"]
+    known = set(VARIABLE.findall("".join(path.read_text() for path in places)))
+    assert {name for text in inline(page) if VARIABLE.fullmatch(name := text.partition("=")[0])} <= known
+
+
+def test_files_of_settings_are_understood(tmp_path: Path) -> None:
+    """Blocks of YAML and JSON can be read; those that name a recipe are configurations."""
+    read = 0
+    for page in PAGES:
+        for code in blocks(page, "json"):
+            json.loads(code)
+        for code in blocks(page, "yaml"):
+            for document in yaml.safe_load_all(code):
+                if "recipe" in document:
+                    (tmp_path / "my.yaml").write_text(code)
+                    recipes.load(str(tmp_path / "my.yaml"))
+                    read += 1
+    assert read
+
+
 def test_messages_are_those_of_the_code() -> None:
     """Messages in the left column of the troubleshooting tables stand in the code, word for word."""
     code = "".join(path.read_text() for path in (ROOT / "src/pirl").rglob("*.py"))
@@ -237,6 +286,9 @@ def test_no_page_names_a_machine() -> None:
     assert os.environ.get("HOME", "/nowhere") not in (ROOT / "docs/install.md").read_text()
 
 
-def test_recipes_are_all_documented() -> None:
-    text = "".join(page.read_text() for page in PAGES)
-    assert not [name for name in recipes.list_configs() if name not in text]
+def test_recipes_and_verbs_are_all_documented() -> None:
+    """In the pages that are written from the code (which tests/test_docs_site.py compares)."""
+    table, command = ((ROOT / "docs" / name).read_text() for name in ("recipes.md", "cli.md"))
+    assert not [name for name in (*recipes.list_configs(), *recipes.ALIASES) if f"`{name}`" not in table]
+    assert not [name for name in recipes.list_configs() if f"pirl train {name} " not in table]
+    assert not [name for name in app.VERBS if f"## pirl {name}\n" not in command]

@@ -1,0 +1,251 @@
+"""Writes the pages of the documentation that the code knows best: docs/cli.md and docs/recipes.md.
+
+    python docs/generate.py              write them (`make docs` does so before it builds the site)
+    python docs/generate.py --check      write nothing; exit with 1 if they are not what the code says today
+
+tests/test_docs_site.py checks the same. Change the code, never the pages. Help is put together from argparse's actions
+and not from its printed form, which differs between versions of Python.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pirl import recipes
+from pirl.cli import app
+from pirl.config import RLTrainConfig
+from pirl.config_io import tag
+from pirl.models.config import Pi0Config
+
+DOCS = Path(__file__).parent
+
+MARK = "<!-- Written by docs/generate.py from the code. Change the code, then: make docs -->\n"
+
+CLI_INTRO = """\
+Every verb has `--help`, which answers at once, also where jax is broken. Settings of a run are flags as well, such as
+`--agent.discount 0.995` or `--mesh.fsdp 8`: `pirl train RECIPE --help` lists all of them with their present values,
+`pirl recipes show RECIPE` explains each.
+
+| exit code | means |
+|---|---|
+| 0 | done |
+| 1 | an error: a message and a hint; `PIRL_DEBUG=1` adds the traceback |
+| 2 | wrong usage |
+| 130 | interrupted; a run in training has saved a checkpoint |
+"""
+
+RECIPES_INTRO = """\
+A recipe is a complete configuration with a name. Any of its settings can be changed by a flag or in a YAML file:
+[training](training.md#configuration).
+
+```bash
+pirl recipes ls                                # this table, shorter
+pirl recipes show acrlpd_libero                # every setting, each explained
+pirl recipes cp acrlpd_libero my.yaml          # a file to change; then: pirl train my.yaml --exp-name first
+pirl train acrlpd_tabletop --variant quick     # a few steps of the real thing; --debug takes a tiny model as well
+pirl plan acrlpd_libero_lora --device-gb 24    # does it fit?
+```
+
+Chunk is `model.horizon`, the actions planned at once; in parentheses how many of them the critic scores
+(`data.critic_horizon`). Steps of RIPT are iterations: collect groups of rollouts, then learn from them.
+"""
+
+PURPOSES = {
+    "debug": "every part of an ACRLPD run without a file",
+    "debug_bc": "the same for imitation; its baseline",
+    "bc_tabletop": "imitation of imperfect demonstrations: the start of the three below",
+    "acrlpd_tabletop": "improve it offline, from the same demonstrations",
+    "acrlpd_tabletop_online": "the same, then with episodes of its own in a replay buffer",
+    "ript_tabletop": "improve it by groups of rollouts, without a critic",
+    "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
+    "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
+    "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",
+    "bc_aloha_fold_lora": "bc_aloha_fold on one card of 24 GB",
+    "ript_aloha_transfer": "improve a released policy in gym-aloha's TransferCube",
+    "acrlpd_libero": "improve π₀.₅ offline on LIBERO and rollouts in it, several large GPUs",
+    "acrlpd_libero_lora": "acrlpd_libero on one card of 24 GB",
+    "bc_libero": "OpenPI's pi05_libero",
+    "bc_libero_lora": "bc_libero on one card of 24 GB",
+    "ript_libero_goal": "improve a policy in LIBERO's goal suite",
+    "acrlpd_droid": "improve π₀.₅ offline on your own DROID recordings, several large GPUs",
+    "acrlpd_droid_lora": "acrlpd_droid on one card of 24 GB",
+    "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
+    "bc_droid_lora": "bc_droid on one card of 24 GB",
+}
+"""What each recipe is for: the one thing about it that its settings do not say."""
+
+MEASURED = {
+    "tabletop": "Measured, three seeds: [RIPT](algorithms-ript.md#tabletop) has the table, and with which settings.\n",
+}
+"""Results that are written down elsewhere, by module."""
+
+TITLES = {
+    "debug": "Without files",
+    "tabletop": "Tabletop",
+    "aloha": "ALOHA",
+    "libero": "LIBERO",
+    "droid": "DROID",
+}
+"""A heading for each module of recipes."""
+
+COLUMNS = ("recipe", "for", "algorithm", "model, what trains", "data", "environment", "chunk", "batch", "steps")
+
+
+def pages() -> dict[Path, str]:
+    """Every page that is written here, with its text."""
+    return {DOCS / "cli.md": cli_page(), DOCS / "recipes.md": recipes_page()}
+
+
+def cli_page() -> str:
+    """The reference of the `pirl` command."""
+    verbs = [f"| [`pirl {name}`](#pirl-{name}) | {summary} |" for name, summary in app.VERBS.items()]
+    parts = ["# The command\n", MARK, CLI_INTRO, "\n".join(["| verb | does |", "|---|---|", *verbs]) + "\n"]
+    for name in app.VERBS:
+        parts += describe(subparsers(app.build_parser([name]))[name], f"pirl {name}", level=2)
+    return "\n".join(parts)
+
+
+def describe(parser: argparse.ArgumentParser, title: str, *, level: int) -> Iterator[str]:
+    """A parser as Markdown: what it does, usage, arguments, examples; then its own verbs, one level down."""
+    yield f"{'#' * level} {title}\n"
+    yield from paragraphs(parser.description or "")
+    actions = subparsers(parser)
+    usage = parser.usage % {"prog": title} if parser.usage else usage_of(parser, title)
+    yield f"```text\n{usage}\n```\n"
+    if rows := [row for action in parser._actions if (row := argument(action)) is not None]:
+        yield "\n".join(["| argument | |", "|---|---|", *rows]) + "\n"
+    yield from examples(parser.epilog or "")
+    for name, action in actions.items():
+        yield from describe(action, f"{title} {name}", level=level + 1)
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's own verbs, by name."""
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0].choices) if found else {}
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Prose as it is; what is indented is a table in plain text."""
+    for part in re.split(r"\n\s*\n", text.strip("\n")):
+        yield f"```text\n{part}\n```\n" if part.startswith("  ") else f"{part}\n"
+
+
+def usage_of(parser: argparse.ArgumentParser, title: str) -> str:
+    """One line: positional arguments, flags that must be given, flags that may."""
+    shown = [action for action in parser._actions if argument(action) is not None]
+    words = [f"{spelled(a)}" if not a.option_strings or a.required else f"[{spelled(a)}]" for a in shown]
+    words.sort(key=lambda word: (word.startswith("["), word.startswith("--")))
+    metavars = [str(a.metavar).upper() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return " ".join([title, *metavars, *words])
+
+
+def argument(action: argparse.Action) -> str | None:
+    """A row about one argument; None for those that every parser has, and for hidden ones."""
+    if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
+        return None
+    needed = " (required)" if action.option_strings and action.required else ""
+    about = (action.help or "").replace("|", "\\|").replace("%%", "%").replace("%(default)s", str(action.default))
+    return f"| `{spelled(action)}`{needed} | {about} |"
+
+
+def spelled(action: argparse.Action) -> str:
+    """An argument as it is typed: `--video [N]`, `DATASET ...`, `--split {test,validation}`."""
+    names = action.metavar if isinstance(action.metavar, tuple) else (action.metavar,)
+    if action.choices is not None and action.metavar is None:
+        names = ("{" + ",".join(map(str, action.choices)) + "}",)
+    value = " ".join(str(name or action.dest.upper()) for name in names)
+    if action.nargs == 0:
+        value = ""
+    elif action.nargs == "?":
+        value = f"[{value}]"
+    elif action.nargs in ("*", "+", argparse.REMAINDER):
+        value = f"{value} ..."
+    return " ".join(filter(None, [", ".join(action.option_strings), value]))
+
+
+def examples(epilog: str) -> Iterator[str]:
+    """The examples of a help text as commands to copy; what follows a command becomes its comment."""
+    head, _, body = epilog.partition("\n")
+    if head != "examples:":
+        yield from paragraphs(epilog) if epilog else ()
+        return
+    lines = [re.fullmatch(r"  (\S.*?)(?: {2,}(\S.*))?", line) for line in body.splitlines()]
+    if None in lines:
+        yield f"```text\n{body}\n```\n"
+        return
+    yield shell([tuple(filter(None, line.groups())) for line in lines if line is not None])
+
+
+def recipes_page() -> str:
+    """All recipes by robot, with what their module says about them."""
+    parts = ["# Recipes\n", MARK, RECIPES_INTRO]
+    for module in recipes._MODULES:
+        name = module.__name__.rpartition(".")[2]
+        about, block, *prose = (module.__doc__ or "").strip().split("\n\n")
+        rows = [COLUMNS, ("---",) * len(COLUMNS), *map(recipe_row, module.RECIPES)]
+        commands = [tuple(re.split(r" {3,}", line.strip())) for line in block.splitlines()]
+        commands += [(command,) for command in missing_commands(module.RECIPES, block)]
+        parts += [
+            f"## {TITLES.get(name, name)}\n",
+            f"{about}\n",
+            "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n",
+            *([MEASURED[name]] if name in MEASURED else []),
+            shell(commands),
+            "\n\n".join(prose) + "\n",
+        ]
+    return "\n".join(parts)
+
+
+def missing_commands(group: Sequence[RLTrainConfig], block: str) -> Iterator[str]:
+    """A command for each recipe that the module's own examples leave out."""
+    for config in group:
+        if f"pirl train {config.name} " not in block:
+            data = "" if config.data.repo_ids or config.acts else " --data-path recordings/mine"
+            yield f"pirl train {config.name} --exp-name first{data}"
+
+
+def recipe_row(config: RLTrainConfig) -> tuple[str, ...]:
+    """What distinguishes one recipe."""
+    family = "MLP" if not isinstance(config.model, Pi0Config) else "π₀.₅" if config.model.pi05 else "π₀"
+    size = " tiny" if isinstance(config.model, Pi0Config) and config.model.vlm.width < 256 else ""
+    data = ", ".join(f"`{name}`" for name in config.data.repo_ids)
+    if not data:
+        data = "none" if config.acts else f"yours, of robot `{config.data.robot}`"
+    chunk = f"{config.horizon} ({config.critic_horizon})" if config.has_critic else f"{config.horizon}"
+    aliases = "".join(f" (or `{alias}`)" for alias, name in recipes.ALIASES.items() if name == config.name)
+    return (
+        f"`{config.name}`{aliases}",
+        PURPOSES[config.name],
+        tag(type(config.agent)) + (" online" if config.online else ""),
+        f"{family}{size}, `{config.freeze_rule}`",
+        data,
+        "–" if config.env is None else f"`{tag(type(config.env))}`",
+        chunk,
+        str(config.batch_size),
+        f"{config.num_train_steps:,}",
+    )
+
+
+def shell(commands: Sequence[tuple[str, ...]]) -> str:
+    """Commands to copy, each with its comment if it has one."""
+    width = max((len(command) for command, *comment in commands if comment), default=0)
+    lines = [f"{command:{width}}  # {comment[0]}" if comment else command for command, *comment in commands]
+    return "\n".join(["```bash", *lines, "```"]) + "\n"
+
+
+def main() -> int:
+    """Write the pages, or say which of them are out of date."""
+    check = "--check" in sys.argv[1:]
+    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{path.name}: {'out of date; run: python docs/generate.py' if check else 'written'}")
+        if not check:
+            path.write_text(pages()[path], encoding="utf-8")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
