@@ -1,15 +1,20 @@
 # make test     everything CI runs: lint, types, import contracts, tests (installs into .venv first)
 # make lint     ruff, mypy and import-linter only
 # make test-sims  tests of the MuJoCo simulators (installs them; they need a GL library of the system)
+# make coverage  the tests again, and how many lines of each file they run
 # make bench    speed, on this machine
 # make demo     the whole way once: record, imitate, improve, evaluate, report (two cores, ten minutes)
+# make docs     write docs/cli.md and docs/recipes.md from the code, build the site into site/; warnings are errors
+# make docs-serve  the site while you write, at http://127.0.0.1:8000
+# make docs-check  runs the commands of README*.md and docs/*.md, small (ten minutes)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SOURCES := src tests benchmarks examples tools docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sims lint format bench demo clean
+.PHONY: help install test test-sims lint format coverage bench demo docs docs-serve docs-check clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -22,20 +27,27 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP)
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
 
 # Two workers: compiling is most of the time and hardly parallel. A file stays with one worker, and so do its fixtures.
 WORKERS ?= 2
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	@echo "make test: lint, types, import contracts and tests all passed"
+
+coverage: $(STAMP)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=pirl --cov-report=
+	$(BIN)/coverage report --skip-covered
+	@for part in agents data training rollout; do \
+		total=$$($(BIN)/coverage report --include="*/pirl/$$part/*" --fail-under=90 --format=total) || exit 1; \
+		echo "$$part: $$total %"; done
 
 ## The simulators are extras, installed into the same environment (or another: `make test-sims VENV=.venv-sims`), and
 ## render with libraries that only the system's package manager has. Without a graphics card, OSMesa is the one that works.
@@ -51,5 +63,17 @@ bench: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/pirl demo
 
+## (Material announces its successor at every build; the variable asks it not to.)
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(STAMP)
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+docs-check: $(STAMP)
+	$(BIN)/python tools/docs_check.py
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis site .coverage

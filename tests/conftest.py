@@ -10,6 +10,18 @@ import pytest
 
 from golden_data import FAMILIES, GOLDEN, Family
 
+LONGEST_FIRST = ("promises/test_tabletop", "promises", "parity", "e2e", "agents", "models")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: a worker that begins one last keeps the others waiting."""
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((i for i, part in enumerate(LONGEST_FIRST) if f"/tests/{part}" in path), len(LONGEST_FIRST))
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session", params=sorted(FAMILIES) or [None])
 def family(request: pytest.FixtureRequest) -> Family:

@@ -24,7 +24,8 @@ class DataConfig:
     weights: tuple[float, ...] | None = None
     """Share of the samples each dataset gives, relative to the others; None: equal shares."""
     robot: str = "aloha"
-    """Whose joints, grippers and cameras these are: picks the transforms between its units and the model's."""
+    """Whose joints, grippers and cameras these are: picks the transforms between its units and the model's. A name of
+    `data.robots`, or `module:NAME` for one of one's own."""
     cameras: tuple[str, ...] | None = None
     """OpenPI camera slots to read; None: all the robot has. Cameras left out cost nothing, not even masked tokens."""
     assets_dir: str = "assets"

@@ -1,11 +1,12 @@
 """Robots as data: where their cameras, state and actions are found, and the step between their units and the model's.
 
 A robot's units are what its driver and its datasets speak; the model's are what π₀ was pretrained on. Normalisation and
-padding come after (see `transforms`). Adding a robot is one entry here, or `generic(...)` in a recipe.
+padding come after (see `transforms`). Adding a robot is one entry here, or `generic(...)` in a module of one's own.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import numpy as np
 from jaxtyping import Float
@@ -387,7 +388,27 @@ ROBOTS: Mapping[str, Robot] = {
 
 
 def get_robot(name: str) -> Robot:
-    """A robot by its name."""
+    """A robot by its name; `module:NAME` is the robot that a module of one's own calls NAME."""
+    module, _, own = name.rpartition(":")
+    if module:
+        return _imported(module, own)
     if name not in ROBOTS:
         raise did_you_mean(name, ROBOTS, kind="robot")
     return ROBOTS[name]
+
+
+def _imported(module: str, name: str) -> Robot:
+    """A robot that a configuration names by where it is, as gymnasium's ids do."""
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"robot {module}:{name}: the module cannot be imported: {error}",
+            hint="its folder must be on the path: PYTHONPATH=FOLDER pirl ...",
+        ) from error
+    if not isinstance(found, Robot):
+        raise ConfigError(
+            f"robot {module}:{name}: that is {'not there' if found is None else f'a {type(found).__name__}'}",
+            hint=f"{module}.py makes one: {name} = pirl.data.robots.generic(...)",
+        )
+    return found

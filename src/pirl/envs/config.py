@@ -118,7 +118,7 @@ class GymConfig:
     id: str
     """The registered name; `module:name` imports the module first."""
     robot: str
-    """Whose observations these are: an entry of `data.robots`."""
+    """Whose observations these are: an entry of `data.robots`, or `module:NAME` for one of one's own."""
     prompt: str = ""
     """The instruction, and the name of the task; empty: the id. An observation `prompt` of the environment goes
     first."""

@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jaxtyping import Float
 
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
@@ -24,6 +26,7 @@ from pirl.agents.ript import RIPT
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.data.transforms import Transform
+from pirl.envs.env import RawObservation
 from pirl.errors import CheckpointError, ConfigError
 from pirl.models.fetch import fetch
 from pirl.models.fit import compare, shapes_of
@@ -78,6 +81,10 @@ class Acting:
     def use(self, seed: int) -> ChunkPolicy:
         """The policy, ready to act; its noise depends on the seed."""
         return self.policy.use(self.state, jax.random.key(seed))
+
+    def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
+        """What to do from here on, in the robot's units, for one observation in its own keys."""
+        return self.use(seed).plan({0: observation}, {0: (0, 0)})[0]
 
 
 def open_checkpoint(

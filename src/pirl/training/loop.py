@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
+from pirl.agents.bc import BC
 from pirl.agents.ript import RIPT
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
@@ -22,11 +24,12 @@ from pirl.training.checkpoint import Checkpoints, check_compatible, prepare_dire
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
 from pirl.training.evaluator import Evaluator
-from pirl.training.flops import update_flops
+from pirl.training.flops import count_flops, update_flops
 from pirl.training.interrupt import stop_on_signal
 from pirl.training.memory import GPUMemoryMonitor
 from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
 from pirl.training.pictures import save_camera_grid
+from pirl.training.plan import with_remat
 from pirl.training.progress import Progress
 from pirl.training.run_metadata import run_metadata
 from pirl.training.sharding import check_batch, data_sharding, make_mesh, replicated, sharded_shapes, state_shardings
@@ -43,12 +46,22 @@ EXPECTED_CHANGES = (
 Update = Callable[[TrainState, Any, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
 
 
-def train(config: RLTrainConfig, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False) -> int:
-    """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint."""
+def train(
+    config: RLTrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    agent: Agent | None = None,
+) -> int:
+    """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint.
+
+    An algorithm of one's own is given as `agent`; `config.agent` then only says which kind of batches it learns from.
+    """
     distributed.initialize()
     mesh = make_mesh(config.mesh.fsdp)
     check_batch(config.batch_size, mesh)
-    agent, transform = build_agent(config), build_transform(config)
+    agent, transform = agent or build_agent(with_remat(config)), build_transform(config)
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
     with jax.debug_nans(config.debug_nans), build_acting(config, agent, transform, mesh) as acting:
@@ -114,7 +127,7 @@ def run(
                 for batch in stream.round(step, state, lambda: bool(stop), progress.say):
                     if updates == 0 and is_main:
                         save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
-                    log.count_flops(partial(update_flops, config, state, batch))
+                    log.count_flops(partial(step_flops, config, agent, state, batch))
                     state, metrics = update(state, batch, jax.random.fold_in(key, updates))
                     updates += 1
                     stream.notice(metrics)
@@ -165,6 +178,13 @@ def run(
 def served_weights(agent: Agent, state: TrainState) -> Params | None:
     """What OpenPI is to act with, where that is not simply the policy's weights or their average."""
     return agent.inference_params(state) if isinstance(agent, RIPT) and "condition" in state.params else None
+
+
+def step_flops(config: RLTrainConfig, agent: Agent, state: TrainState, batch: Any) -> int:
+    """Operations of one update; those of an algorithm of one's own as it stands, with what it repeats."""
+    if isinstance(agent, BC | ACRLPD | RIPT):
+        return update_flops(config, state, batch)
+    return count_flops(agent.update, state, batch, jax.random.key(0))
 
 
 def compile_update(agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> Update:

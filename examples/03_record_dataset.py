@@ -1,0 +1,49 @@
+"""Record your own episodes, successes and failures, as a LeRobot dataset.
+
+    python examples/03_record_dataset.py
+
+The loop is the one of a real robot: look, decide, write the frame, move. What is trained on later needs `next.success`
+(or `next.reward`); everything else is up to you. An episode appears in the dataset whole or not at all.
+"""
+
+import gymnasium
+import my_simulator
+import numpy as np
+
+from pirl.data.config import DataConfig
+from pirl.data.create import create_source
+from pirl.data.dataset import inspect
+from pirl.data.writer import LeRobotWriter
+
+FOLDER = "example_runs/reach"
+FEATURES = {
+    "observation.state": {"dtype": "float32", "shape": (4,), "names": ["x", "y", "goal_x", "goal_y"]},
+    "observation.images.front": {"dtype": "image", "shape": (32, 32, 3)},  # "video" for real cameras
+    "action": {"dtype": "float32", "shape": (2,)},
+    "next.success": {"dtype": "bool", "shape": (1,)},
+}
+env, rng = gymnasium.make("Reach-v0", render_mode="rgb_array"), np.random.default_rng(0)
+
+with LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", existing="overwrite") as writer:
+    for number in range(20):
+        state, _ = env.reset(seed=number)
+        aim = rng.choice([1.0, -1.0], p=[0.7, 0.3])  # this operator sometimes walks away from the goal
+        over = False
+        while not over:
+            action = np.clip(aim * (state[2:] - state[:2]) * 5, -1, 1).astype(np.float32)
+            frame = {"observation.state": state, "observation.images.front": env.render(), "action": action}
+            state, _, terminated, truncated, info = env.step(action)
+            over = terminated or truncated
+            writer.add_frame({**frame, "next.success": info["is_success"]})
+        if number == 13:
+            writer.discard_episode()  # somebody stumbled over the cable
+        else:
+            writer.save_episode(task="reach the goal")
+
+print(inspect(FOLDER), end="\n\n")
+
+# Read back as training reads it. Time ran out in the failures: they are truncated, which is not the same as terminated.
+source = create_source(DataConfig(repo_ids=(FOLDER,), outcome="columns"), my_simulator.POINT)
+for index in range(6):
+    episode = source.episode(index)
+    print(f"episode {index}: {len(episode)} steps, success {episode.success}, terminated {episode.terminated[-1]}")

@@ -1,0 +1,56 @@
+"""Clone demonstrations, then improve the clone from the same recordings by Q-chunking (ACRLPD). All from Python.
+
+    python examples/04_bc_then_acrlpd.py                                 a minute, most of it compiling: shows the way
+    python examples/04_bc_then_acrlpd.py --demos 1500 --bc-steps 1200 --acrlpd-steps 800       minutes: learns
+
+The second line is what the recipes do, with the results in README.md. Your own dataset, robot and model are fields of
+`config.data` and `config.model`; every field is explained by `pirl train bc_tabletop --help`.
+"""
+
+import argparse
+from dataclasses import replace
+
+from pirl.config import RLTrainConfig
+from pirl.data.create import create_source
+from pirl.data.normalize import save_norm_stats
+from pirl.data.stats import compute_norm_stats
+from pirl.recipes import get_config
+from pirl.rollout.contexts import fixed_contexts
+from pirl.rollout.evaluate import evaluate
+from pirl.rollout.pool import LocalPool
+from pirl.rollout.record import RolloutRecorder, expert_rollouts, recording_contexts
+from pirl.training.acting import open_checkpoint
+from pirl.training.loop import train
+
+parser = argparse.ArgumentParser()
+for flag, default in (("--demos", 60), ("--bc-steps", 30), ("--acrlpd-steps", 15), ("--episodes", 40)):
+    parser.add_argument(flag, type=int, default=default)
+args = parser.parse_args()
+
+
+def adapted(name: str, steps: int) -> RLTrainConfig:
+    """A recipe with its data, statistics and checkpoints in one folder, and without evaluations on the way."""
+    config = get_config(name)
+    data = replace(config.data, repo_ids=("example_runs/demos",), assets_dir="example_runs/assets")
+    checkpoint = replace(config.checkpoint, base_dir="example_runs/checkpoints")
+    rollout = replace(config.rollout, num_envs=args.episodes)
+    return replace(config, data=data, checkpoint=checkpoint, rollout=rollout, num_train_steps=steps, evaluation=None)
+
+
+bc, acrlpd = adapted("bc_tabletop", args.bc_steps), adapted("acrlpd_tabletop", args.acrlpd_steps)
+# The critic learns alone at first: the recipe says for how long, of 800 steps.
+acrlpd = replace(acrlpd, agent=replace(acrlpd.agent, actor_warmup_steps=3 * args.acrlpd_steps // 8))
+with LocalPool(bc.env, args.episodes) as pool:
+    with RolloutRecorder(bc.data.repo_ids[0], info=pool.info, existing="overwrite") as recorder:
+        for rollout in expert_rollouts(bc.env, recording_contexts(pool.info, args.demos, "train"), dials=None, seed=0):
+            recorder.add(rollout)
+    stats = compute_norm_stats(create_source(bc.data, bc.robot), bc.robot, bc.horizon)
+    save_norm_stats("example_runs/assets/demos", stats, overwrite=True)
+
+    train(bc, overwrite=True)
+    train(replace(acrlpd, init_weights=str(bc.run_dir / str(args.bc_steps))), overwrite=True)
+
+    for config in (bc, acrlpd):  # on states that nothing was trained on, the same for both
+        policy = open_checkpoint(config.run_dir).use(seed=0)
+        result = evaluate(pool, policy, fixed_contexts(pool.info, args.episodes, "test"))
+        print(f"{config.name}: success {result.success} in {args.episodes} episodes")

@@ -1,0 +1,58 @@
+"""Describe a robot of your own, and check that what goes to the model comes back as it was.
+
+    python examples/07_own_robot.py
+
+An SO-100 arm: five joints and a gripper, two cameras. The joints are relative to where they are, the gripper is not.
+`data.robot` names such a robot as `module:NAME`, in Python, in YAML and on the command line:
+
+    PYTHONPATH=. pirl norm-stats recordings/so100 --robot my_robots:SO100 --horizon 10 --out assets/so100
+"""
+
+from typing import Any
+
+import numpy as np
+
+from pirl.data.config import DataConfig
+from pirl.data.create import create_transform
+from pirl.data.replay import MemorySource
+from pirl.data.robots import generic
+from pirl.data.stats import compute_norm_stats
+from pirl.records import Episode
+
+SO100 = generic(
+    name="so100",
+    state_dim=6,
+    action_dim=6,
+    cameras={  # the model's slot, and where its picture is found: at inference, then in a dataset
+        "base_0_rgb": ("images/front", "observation.images.front"),
+        "left_wrist_0_rgb": ("images/wrist", "observation.images.wrist"),
+    },
+    relative=(5, -1),
+    prompt="pick up the block",
+)
+HORIZON, rng = 10, np.random.default_rng(0)
+
+
+def episode() -> Episode:
+    """Stands for one of your recordings: joints that follow what they were told a step ago."""
+    actions = np.cumsum(rng.normal(0, 0.05, (40, 6)), 0).astype(np.float32)
+    state, last = np.concatenate([np.zeros((1, 6), np.float32), actions[:-1]]), np.arange(40) == 39
+    ends: dict[str, Any] = {"terminated": last, "truncated": np.zeros(40, bool), "success": True}
+    return Episode(task="pick up the block", state=state, actions=actions, rewards=last.astype(np.float32), **ends)
+
+
+episodes = [episode() for _ in range(5)]
+stats = compute_norm_stats(MemorySource(cameras=(), items=[(one, {}) for one in episodes]), SO100, HORIZON)
+print("joints relative, gripper absolute; spread of the actions:", np.round(stats["actions"].std, 3))
+
+# What the robot says at a moment, and what it was told next. A recording read by the loader goes through the same.
+pictures = {name: np.full((480, 640, 3), 90, np.uint8) for name in ("front", "wrist")}
+raw = {"state": episodes[0].state[7], "images": pictures, "actions": episodes[0].actions[7 : 7 + HORIZON]}
+transform = create_transform(DataConfig(tokenizer="byte"), horizon=HORIZON, robot=SO100, norm_stats=stats)
+sample = transform.train_sample(raw)
+for name, image in sample["image"].items():
+    print(f"{name}: {image.shape}, {'there' if sample['image_mask'][name] else 'not on this robot: masked'}")
+print("state", sample["state"].shape, "actions", sample["actions"].shape, "of which 6 are real, the rest is padding")
+
+back = transform.robot_actions(sample["actions"], raw["state"])
+print(f"back in the robot's units, largest difference: {np.abs(back - raw['actions']).max():.1e}")

@@ -1,0 +1,44 @@
+"""Which of two checkpoints is better? The same initial states, a paired test, and a page about the run.
+
+    python examples/06_ript.py && python examples/09_compare_checkpoints.py
+    python examples/09_compare_checkpoints.py checkpoints/bc_tabletop/first checkpoints/acrlpd_tabletop/first
+
+The first line compares the first and the last checkpoint of example 06. `pirl eval SECOND --compare FIRST` does the
+same and keeps the result; `pirl report` makes the same page.
+"""
+
+import argparse
+from pathlib import Path
+
+from pirl.report.page import build_page, write_page
+from pirl.report.run import read_runs
+from pirl.rollout.contexts import fixed_contexts
+from pirl.rollout.evaluate import compare, evaluate
+from pirl.training.acting import open_checkpoint
+from pirl.training.build import build_pool
+
+RUN = Path("example_runs/checkpoints/ript_reach/first")
+parser = argparse.ArgumentParser()
+parser.add_argument("first", nargs="?", type=Path, default=RUN / "1", help="a step's folder, or a run's (its latest)")
+parser.add_argument("second", nargs="?", type=Path, default=RUN)
+parser.add_argument("--episodes", type=int, default=200)
+parser.add_argument("--report", type=Path, default=Path("example_runs/report.html"))
+args = parser.parse_args()
+
+checkpoints = [open_checkpoint(path) for path in (args.first, args.second)]  # they know model, robot and simulator
+with build_pool(checkpoints[0].found.config) as pool:
+    contexts = fixed_contexts(pool.info, args.episodes, "test")  # test: for results; validation: for choosing
+    first, second = (evaluate(pool, one.use(seed=0), contexts) for one in checkpoints)
+
+for one, result in zip(checkpoints, (first, second), strict=True):
+    print(f"{one.found.folder}: success {result.success} (Wilson, 95 %)")
+    for task, rate in result.by_task.items():
+        print(f"    {task}: {rate}")
+
+# Intervals may overlap and the difference be real: only initial states where the two differ tell which is better.
+pairs = compare(first, second)
+print(f"only the first succeeds {pairs.only_first} times, only the second {pairs.only_second} times, ", end="")
+print(f"both {pairs.both}, neither {pairs.neither}: difference {pairs.difference:+.3f}, p = {pairs.p_value:.2g}")
+
+runs = dict.fromkeys(one.found.run for one in checkpoints if one.found.run is not None)
+print("report:", write_page(args.report, build_page(read_runs(list(runs)), {})))

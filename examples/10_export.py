@@ -1,0 +1,53 @@
+"""Export a checkpoint for OpenPI (JAX) and for its PyTorch port, and see that no bit was lost.
+
+    python examples/10_export.py
+    python examples/10_export.py checkpoints/acrlpd_aloha_fold/box1/50000 --horizon 20
+
+`pirl export openpi|pytorch CHECKPOINT --out DIR` does the same. Without a checkpoint, a π₀ of 270,000 parameters with
+fresh weights is taken. `--dtype` in float32 comes back bit for bit; `mixed` keeps what the port computes in.
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from pirl.export.inspect import describe, render
+from pirl.export.openpi import save_openpi
+from pirl.export.pytorch import save_pytorch
+from pirl.models.config import get_preset
+from pirl.models.params import flatten
+from pirl.models.pi0 import Pi0
+from pirl.models.weights import load, load_openpi
+
+parser = argparse.ArgumentParser()
+parser.add_argument("checkpoint", nargs="?", type=Path, help="a step's folder")
+parser.add_argument("--horizon", type=int, default=4, help="actions of a chunk; PyTorch's config.json says it")
+args = parser.parse_args()
+OUT = Path("example_runs/export")
+
+if args.checkpoint is None:
+    stats = {"state": {"mean": [0.0] * 4, "std": [1.0] * 4}, "actions": {"mean": [0.0] * 3, "std": [1.0] * 3}}
+    weights = jax.jit(Pi0(get_preset("pi0_tiny")).init)(jax.random.key(0))
+    args.checkpoint = save_openpi(weights, OUT / "trained", norm_stats={"tabletop": stats}, overwrite=True)
+print(render(describe(args.checkpoint)), end="\n\n")
+
+# The statistics go wherever the weights go: without them the same weights move a robot wrongly.
+params = load_openpi(args.checkpoint)
+assets = args.checkpoint / "assets"
+stats = {file.parent.relative_to(assets).as_posix(): file for file in assets.rglob("norm_stats.json")}
+openpi = save_openpi(params, OUT / "openpi", norm_stats=stats, overwrite=True)
+torch = save_pytorch(
+    params, OUT / "pytorch", action_horizon=args.horizon, dtype="float32", norm_stats=stats, overwrite=True
+)
+
+# Reading back: the same names, shapes, types and bits. A folder's kind is told by its files.
+expected, shapes = flatten(params), jax.eval_shape(lambda: params)
+for folder in (openpi, torch):
+    found = flatten(load(folder, shapes))
+    same = all(np.asarray(found[name]).tobytes() == np.asarray(expected[name]).tobytes() for name in expected)
+    assert found.keys() == expected.keys()
+    assert same
+    copied = {file.relative_to(folder / "assets").as_posix() for file in (folder / "assets").rglob("*.json")}
+    print(f"{folder.name}: {len(found)} arrays are equal to the bit; statistics: {', '.join(sorted(copied))}")
