@@ -224,3 +224,16 @@ def test_derived_values_follow_overrides():
     assert (Pi0Config().token_len, Pi0Config(pi05=True).token_len) == (48, 200)
     assert (Pi0Config().discrete_state, replace(Pi0Config(), pi05=True).discrete_state) == (False, True)
     assert replace(Pi0Config(), image_size=448).tokens_per_image == 1024
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_frozen_layers_are_taken_one_by_one(remat) -> None:
+    """Weights that are stored as they are multiplied are read where they lie; others are cast first. Same bits."""
+    config = replace(SMALL, dtype="bfloat16", remat=remat)
+    flat = flatten(random_params(config))
+    blocks = {p: x.astype(jnp.bfloat16) for p, x in flat.items() if p.startswith("PaliGemma/llm/layers/")}
+    frozen = nest(flat | blocks)
+    trained = nest(flat | {p: x.astype(jnp.float32) for p, x in blocks.items()})
+    encode = jax.jit(lambda params: Pi0(config).encode(params, random_observation(config)))
+    for ours, theirs in zip(jax.tree.leaves(encode(frozen)), jax.tree.leaves(encode(trained)), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
