@@ -6,7 +6,7 @@
 # make demo     the whole way once: record, imitate, improve, evaluate, report (two cores, ten minutes)
 # make docs     write docs/cli.md and docs/recipes.md from the code, build the site into site/; warnings are errors
 # make docs-serve  the site while you write, at http://127.0.0.1:8000
-# make docs-check  runs the commands of README*.md and docs/*.md, small (ten minutes)
+# make docs-check  runs the commands of README*.md and docs/*.md, small (about 25 minutes of CPU time, later ones less)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

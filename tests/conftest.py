@@ -6,6 +6,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests spend their time compiling, not computing: half the optimisation, half the time.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+from collections.abc import Iterator
+
+import jaxtyping
 import pytest
 
 from golden_data import FAMILIES, GOLDEN, Family
@@ -21,6 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, part in enumerate(LONGEST_FIRST) if f"/tests/{part}" in path), len(LONGEST_FIRST))
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shapes of arguments are checked everywhere but in the promises: of these long runs the checks are a third."""
+    long = "/tests/promises/" in request.path.as_posix()
+    jaxtyping.config.update("jaxtyping_disable", long)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session", params=sorted(FAMILIES) or [None])

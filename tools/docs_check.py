@@ -6,7 +6,7 @@ is left out stands in docs_tables.py and is said at the end. What is in no table
     python tools/docs_check.py                         everything
     python tools/docs_check.py docs/data.md            a page (and the quickstart, on whose results the others rest)
 
-The quickstart runs first, beside a few datasets. Every other page runs in a copy of what that leaves, two at a time.
+The quickstart runs first, beside a few datasets. Every other page runs in a copy of what that leaves, some at a time.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from docs_tables import ALL_PAGES, ALONE, DATASETS, GIVEN, INSTEAD, LEFT_OUT, LO
 
 from pirl.errors import ConfigError, PirlError
 from pirl.models.config import Pi0Config
+from pirl.paths import pirl_home
 from pirl.recipes import get_config, load
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +103,7 @@ def execute(text: str, folder: Path, home: Path) -> str:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HF_LEROBOT_HOME": str(folder / "lerobot"),
         **{"PIRL_HOME": str(home), "OPENPI_DATA_HOME": str(home / "openpi"), "HF_HUB_OFFLINE": "1"},
+        "JAX_COMPILATION_CACHE_DIR": str(pirl_home() / "compiled"),  # the next check is twice as fast
         **{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_backend_optimization_level=0{devices}", "BROWSER": "true"},
     }
     line = ["bash", "-euo", "pipefail", "-c", text]
@@ -187,7 +189,7 @@ class Check:
         self.run(text, folder, key=text)
 
     def everything(self, pages: list[str], workers: int) -> None:
-        """The quickstart, then the other pages, two at a time; beside them what stands alone."""
+        """The quickstart, then the other pages; beside them what stands alone."""
         base = self.work / "quickstart"
         for name, robot in DATASETS.items():
             make_dataset(base / name, robot)
@@ -258,7 +260,8 @@ def main() -> int:
     """Check the pages that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", help="such as docs/data.md (default: all)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="pages at a time (2)")
+    workers = max(2, (os.cpu_count() or 2) // 2)
+    parser.add_argument("--workers", type=int, default=workers, metavar="N", help=f"pages at a time ({workers})")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this folder, and leave it there")
     args = parser.parse_args()
     found = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -30,7 +30,8 @@ INSTEAD = {
     r"--init-weights (gs://\S+|\S+\.npz)": "",  # a tiny model starts from nothing
     r"(droid_lora .*)recordings/mine": r"\1recordings/kitchen",
     r'LeRobotWriter\("recordings/cubes"': 'LeRobotWriter("recordings/more_cubes"',  # others are there
-    r"--trials \d+": "--trials 2 --keep all",  # of two trials nobody knows which is the best
+    r"(tune bc_tabletop) --trials \d+": r"\1 --trials 2 --keep all",  # nobody knows which of two will be the best
+    r"(tune acrlpd_tabletop) --trials \d+": r"\1 --trials 1",
     r"^(pirl completion \w+) > ~/.*": r"\1 > completion",
     r"^(pirl plan .*)": r"\1 --debug",
 }
