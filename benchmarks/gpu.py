@@ -6,7 +6,8 @@
 
 Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up. Operations
 are the model's own, without what rematerialisation repeats; their share is of the rate of one large bfloat16 product,
-measured first. Memory is the program's as compiled: arguments, results and temporaries.
+measured first. Memory is the program's as compiled: arguments, results and temporaries. With `--threads` all programs
+are compiled before the first runs, several at a time: sooner done, but each takes longer than it would alone.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from pirl.models.critic_config import CriticConfig
 from pirl.models.freeze import trainable_mask
 from pirl.models.observation import Observation
 from pirl.models.pi0 import Pi0
+from pirl.training import compiler
 from pirl.training.config import AdamW, ConstantSchedule, CosineSchedule
 from pirl.training.flops import count_flops
 from pirl.training.optim import make_optimizer, make_schedule
@@ -61,7 +64,7 @@ class Row:
     cameras: int = 3
     """Pictures per observation."""
     rule: FreezeRule = "full"
-    """What trains."""
+    """What trains; `lora`: with adapters of OpenPI's sizes."""
     num: int = 4
     """Candidates per observation."""
     updates: int = 1
@@ -96,14 +99,17 @@ ROWS = (
     Row(name="bc-64", what="bc", size=64, remat="full"),
     Row(name="bc-2cam", what="bc", cameras=2),
     Row(name="bc-full-remat", what="bc", remat="full"),
+    Row(name="bc-lora", what="bc", rule="lora"),
     Row(name="awr", what="awr", quick=True),
     Row(name="awr-8", what="awr", size=8),
     Row(name="awr-2cam", what="awr", cameras=2),
     Row(name="awr-frozen", what="awr", rule="vlm_frozen"),
+    Row(name="awr-lora", what="awr", rule="lora"),
     Row(name="awr-n32", what="awr", num=32),
     Row(name="awr-utd10", what="awr", updates=10),
     Row(name="distill-frozen", what="distill", rule="vlm_frozen"),
     Row(name="ript-nft", what="ript"),
+    Row(name="ript-lora", what="ript", rule="lora"),
     Row(name="pi05-sample-1", what="sample", size=1, num=1, pi05=True),
     Row(name="pi05-bc", what="bc", pi05=True),
     Row(name="pi05-awr", what="awr", pi05=True),
@@ -207,34 +213,69 @@ def sampler(config: Pi0Config, row: Row) -> Callable[[Any, Any, jax.Array], jax.
     return sample
 
 
-def measure(config: Pi0Config, row: Row, args: argparse.Namespace) -> dict[str, Any]:
-    """Compile, warm up, repeat."""
-    cameras = min(row.cameras, len(config.cameras))
-    data = jax.jit(lambda key: batch(config, row.size, cameras, key))(jax.random.key(1))
-    key = jax.random.key(2)
+def sized(config: Pi0Config, row: Row) -> Pi0Config:
+    """The model of a row."""
+    if row.rule == "lora":
+        config = replace(config, vlm=config.vlm.with_lora(16), expert=config.expert.with_lora(32))
+    return replace(config, pi05=row.pi05 or config.pi05, remat=row.remat or config.remat)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A row, ready to be compiled. Nothing lies on the device yet."""
+
+    make: Callable[[], tuple[Any, Any]]
+    """The state (for sampling: the weights) and a batch."""
+    program: Any
+    """The step, traced."""
+    flop: int
+    """Operations of it."""
+
+
+def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
+    """Trace the row's step."""
+    cameras, key = min(row.cameras, len(config.cameras)), jax.random.key(2)
     counted = replace(config, remat="none", attention="plain")
+    make_batch = jax.jit(lambda: batch(config, row.size, cameras, jax.random.key(1)))
+    data = jax.eval_shape(make_batch)
     if row.what == "sample":
         # Weights as they are served: cast and cut once, not in each call.
         policy, data = Pi0(config), data["observations"]
-        half = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.init(key)))(jax.random.key(0))
-        flops = count_flops(sampler(counted, row), half, data, key)
-        state: Any = jax.jit(policy.for_inference)(half)
-        del half
-        program = jax.jit(sampler(config, row)).lower(state, data, key)
-    else:
-        agent = make_agent(config, row, augment=args.augment)
-        state = jax.jit(agent.init)(jax.random.key(0))
-        flops = count_flops(make_agent(counted, row, augment=args.augment).update, state, data, key)
-        program = jax.jit(agent.update, donate_argnums=0).lower(state, data, key)
+        half = jax.jit(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.init(jax.random.key(0))))
+        serve = jax.jit(policy.for_inference)
+        weights = jax.eval_shape(half)
+        return Job(
+            make=lambda: (serve(half()), make_batch()["observations"]),
+            program=jax.jit(sampler(config, row)).lower(jax.eval_shape(serve, weights), data, key),
+            flop=count_flops(sampler(counted, row), weights, data, key),
+        )
+    agent = make_agent(config, row, augment=augment)
+    init = jax.jit(lambda: agent.init(jax.random.key(0)))
+    state = jax.eval_shape(init)
+    step = jax.jit(agent.update, donate_argnums=0, compiler_options=compiler.options() or None)
+    return Job(
+        make=lambda: (init(), make_batch()),
+        program=step.lower(state, data, key),
+        flop=count_flops(make_agent(counted, row, augment=augment).update, state, data, key),
+    )
+
+
+def compiled(work: Job) -> tuple[Any, float]:
+    """The program, and how many seconds it took."""
     begin = time.perf_counter()
-    run = program.compile()
-    found: dict[str, Any] = {"compile_s": time.perf_counter() - begin, "tflop": flops / 1e12}
+    return work.program.compile(), time.perf_counter() - begin
+
+
+def measure(row: Row, work: Job, run: Any, seconds: float, repeats: int) -> dict[str, Any]:
+    """Warm up, repeat."""
+    found: dict[str, Any] = {"compile_s": seconds, "tflop": work.flop / 1e12}
     memory = run.memory_analysis()
     if memory is not None:
         inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         found["gib"] = (inside + memory.temp_size_in_bytes) / GIB
+    (state, data), key = work.make(), jax.random.key(2)
     times: list[float] = []
-    for index in range(args.repeats + 1):
+    for index in range(repeats + 1):
         begin = time.perf_counter()
         if row.what == "sample":
             jax.block_until_ready(run(state, data, key))
@@ -263,21 +304,30 @@ def matmul_rate(size: int = 8192) -> float:
     return 10 * 2 * size**3 / float(np.median(times))
 
 
+Ahead = tuple[Job, "Future[tuple[Any, float]]"]
+"""A row that is being compiled."""
+
+
 def peak_gib() -> float:
     """GiB the process has held at most so far."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB
 
 
-def attempt(base: Pi0Config, row: Row, args: argparse.Namespace) -> dict[str, Any]:
+def attempt(config: Pi0Config, row: Row, args: argparse.Namespace, ahead: Ahead | None) -> dict[str, Any]:
     """The row; without fused attention if it fails with it, and says so."""
-    config = replace(base, pi05=row.pi05 or base.pi05, remat=row.remat or base.remat)
     choices: list[Attention] = [config.attention]
     if config.attention != "plain" and attention.kernel(config, config.vlm.head_dim) is not None:
         choices.append("plain")
     errors: dict[str, str] = {}
     for choice in choices:
         try:
-            return measure(replace(config, attention=choice), row, args) | {"attention": choice, "errors": errors}
+            if ahead is not None and not errors:
+                work, (run, seconds) = ahead[0], ahead[1].result()
+            else:
+                work = job(replace(config, attention=choice), row, augment=args.augment)
+                run, seconds = compiled(work)
+            found = measure(row, work, run, seconds, args.repeats)
+            return found | {"attention": choice, "errors": errors}
         except Exception as error:
             errors[choice] = f"{type(error).__name__}: {error}"[:2000]
             out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
@@ -315,6 +365,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--augment", action="store_true", help="augment pictures (needs augmax)")
     parser.add_argument("--quick", action="store_true", help="a few rows")
     parser.add_argument("--list", action="store_true", help="the names of the rows, and nothing else")
+    parser.add_argument("--threads", type=int, default=1, help="programs to compile at a time, before any runs")
     parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
     parser.add_argument("--cache", type=Path, help="keep compiled programs in this folder, for a second run")
     parser.add_argument("--json", type=Path, help="write the results there")
@@ -343,18 +394,27 @@ def main() -> int:
     head += f"{'' if args.augment else 'not '}augmented, matmul {rate / 1e12:.0f} TFLOP/s"
     print(head, flush=True)
     results: dict[str, Any] = {}
+    configs, ahead = {row.name: sized(base, row) for row in rows}, {}
+    if args.threads > 1:
+        with ThreadPoolExecutor(args.threads) as pool:
+            for row in rows:
+                work = job(configs[row.name], row, augment=args.augment)
+                ahead[row.name] = work, pool.submit(compiled, work)
+        print(f"{len(rows)} programs compiled after {time.perf_counter() - began:.0f} s", flush=True)
     for row in rows:
         if time.perf_counter() - began > args.limit:
             print(f"left out for want of time: {', '.join(r.name for r in rows if r.name not in results)}")
             break
         begin = time.perf_counter()
-        found = attempt(base, row, args) | {"what": str(row), "peak_so_far_gib": peak_gib()}
+        found = attempt(configs[row.name], row, args, ahead.pop(row.name, None))
+        found |= {"what": str(row), "peak_so_far_gib": peak_gib()}
         results[row.name] = found | {"row_s": time.perf_counter() - begin}
         for choice, error in found["errors"].items():
             print(f"{row.name} with attention {choice}: {error}")
         print(f"{row.name:18} {list(table({'': found}, rate))[-1]}", flush=True)
         gc.collect()
-        jax.clear_caches()
+        if not ahead:
+            jax.clear_caches()
         report = {"device": device.device_kind, "jax": jax.__version__, "matmul_tflops": rate / 1e12}
         report |= {"arguments": {name: str(value) for name, value in vars(args).items()}, "rows": results}
         if args.json:

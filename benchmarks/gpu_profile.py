@@ -23,6 +23,7 @@ from jax.profiler import ProfileData
 
 from pirl.models.config import get_preset
 from pirl.models.pi0 import Pi0
+from pirl.training import compiler
 from pirl.training.flops import flops_by_part, part_of
 
 PARTS = ("pictures", "siglip", "vlm", "expert", "candidates", "critic", "optimizer")
@@ -59,7 +60,7 @@ def traced(run: Any) -> list[tuple[str, str, float, float]]:
 
 def program(row: gpu.Row, args: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
     """(compiled program, a call of it, operations by part)."""
-    config = replace(get_preset(args.preset), remat=row.remat or args.remat, attention=args.attention, pi05=row.pi05)
+    config = gpu.sized(replace(get_preset(args.preset), remat=args.remat, attention=args.attention), row)
     counted = replace(config, remat="none", attention="plain")
     cameras, key = min(row.cameras, len(config.cameras)), jax.random.key(2)
     data = jax.jit(lambda key: gpu.batch(config, row.size, cameras, key))(jax.random.key(1))
@@ -76,7 +77,8 @@ def program(row: gpu.Row, args: argparse.Namespace) -> tuple[Any, Any, dict[str,
         agent = gpu.make_agent(config, row, augment=args.augment)
         held = [jax.jit(agent.init)(jax.random.key(0))]
         flops = flops_by_part(gpu.make_agent(counted, row, augment=args.augment).update, PARTS, held[0], data, key)
-        compiled = jax.jit(agent.update, donate_argnums=0).lower(held[0], data, key).compile()
+        step = jax.jit(agent.update, donate_argnums=0, compiler_options=compiler.options() or None)
+        compiled = step.lower(held[0], data, key).compile()
 
         def call() -> None:
             state, metrics = compiled(held.pop(), data, key)

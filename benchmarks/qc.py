@@ -37,7 +37,7 @@ def make_agent(dtype: DType, width: int) -> ACRLPD:
     return ACRLPD(
         policy=MLPFlow(policy),
         critic=make_critic(
-            CriticConfig(hidden=hidden, loss="mse"),
+            CriticConfig(hidden=hidden, loss="mse", dtype=dtype),
             feature_width=None,
             state_dim=STATE,
             real_action_dim=ACTION,

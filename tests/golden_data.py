@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -93,13 +94,15 @@ class Family:
     def observation(self) -> Observation:
         data = self.inputs
         cameras = self.config.cameras
-        return Observation(
-            images={name: jnp.asarray(data[f"image/{name}"]) for name in cameras},
-            image_masks={name: jnp.asarray(data[f"image_mask/{name}"]) for name in cameras},
-            state=jnp.asarray(data["state"]),
-            tokenized_prompt=jnp.asarray(data["tokenized_prompt"]),
-            tokenized_prompt_mask=jnp.asarray(data["tokenized_prompt_mask"]),
-        )
+        # Kept between calls, so it must not belong to the program that happens to be traced at the first one.
+        with jax.ensure_compile_time_eval():
+            return Observation(
+                images={name: jnp.asarray(data[f"image/{name}"]) for name in cameras},
+                image_masks={name: jnp.asarray(data[f"image_mask/{name}"]) for name in cameras},
+                state=jnp.asarray(data["state"]),
+                tokenized_prompt=jnp.asarray(data["tokenized_prompt"]),
+                tokenized_prompt_mask=jnp.asarray(data["tokenized_prompt_mask"]),
+            )
 
     def has(self, name: str) -> bool:
         return (self.root / name).exists()

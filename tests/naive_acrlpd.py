@@ -187,6 +187,7 @@ def target(s: Settings, online: Tree, slow: Tree, candidates, batch: Tree, pair,
         raw = batch["reward_sum"][b] + ahead
         info["clipped"].append(not s.low <= raw <= s.high)
         y.append(min(max(raw, s.low), s.high))
+        info["gain"].append(max(chosen) - np.mean(chosen))
     return np.array(y)
 
 
@@ -245,7 +246,8 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     # The actor
     of_data = members(s, critic, here, batch["critic_actions"]).mean(0)
     of_candidates = np.array([[members(s, critic, here[b], c).mean() for c in candidates[b]] for b in range(size)])
-    advantage = of_data - of_candidates.mean(1)
+    compares = s.actor != "best_of_n" or s.calql_weight > 0
+    advantage = of_data - of_candidates.mean(1) if compares else np.zeros(size)
     raw = np.array([min(exp(a / state["beta"]), s.weight_cap) for a in advantage])
     info["capped"] = raw == s.weight_cap
     warming = state["step"] < s.warmup
@@ -272,6 +274,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     # The critic
     new_critic, slow = critic, state["target_critic"]
     for k in range(s.critic_updates):
+        info["gain"] = []
         y = target(s, new_critic, slow, successors, batch, draws.pairs[k], info)
 
         def both(critic: Tree, y=y) -> float:
@@ -286,26 +289,21 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         slow = mapped(lambda old, new: (1 - s.tau) * old + s.tau * new, slow, new_critic)
 
     # What adapts
-    beta = np.clip(fitted_beta(advantage, s.target_ess, s.weight_cap), 1e-4 * (s.high - s.low), s.high - s.low)
+    beta, mean_weight = state["beta"], state["mean_weight"]
+    if compares:
+        fitted = np.clip(fitted_beta(advantage, s.target_ess, s.weight_cap), 1e-4 * (s.high - s.low), s.high - s.low)
+        beta, mean_weight = beta**0.9 * fitted**0.1, 0.9 * mean_weight + 0.1 * raw.mean()
     known = np.isfinite(batch["mc_return"])
-    t = draws.time[..., None, None]
-    x_t = t * draws.noise + (1 - t) * batch["actions"][:, None]
-    states = np.broadcast_to(here[:, None], (*draws.time.shape, here.shape[1]))
-    drift = velocity(policy, states, x_t, draws.time) - velocity(state["ema_policy"], states, x_t, draws.time)
     metrics = {
         "actor/loss": actor_loss(policy),
         "actor/grad_norm": norm(policy_gradient),
         "actor/flow_loss": losses(policy, batch["actions"], batch["valid"]).mean(),
-        "actor/advantage": advantage.mean(),
-        "actor/ess": raw.sum() ** 2 / (size * (raw**2).sum()),
-        "actor/beta": state["beta"],
-        "actor/drift": np.square(drift).mean(),
         "critic/loss": loss,
         "critic/grad_norm": norm(grads),
         "critic/y": y.mean(),
         "critic/q_mean": data.mean(),
         "critic/q_std": data.std(1).mean(),
-        "critic/candidate_gain": (of_candidates.max(1) - of_candidates.mean(1)).mean(),
+        "critic/candidate_gain": np.mean(info["gain"]),
         "critic/mc_gap": (of_data - batch["mc_return"])[known].mean(),
         "critic/mc_correlation": np.corrcoef(of_data[known], batch["mc_return"][known])[0, 1],
         "data/valid_fraction": batch["valid"].mean(),
@@ -313,6 +311,9 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     }
     if s.calql_weight:
         metrics["critic/calql"] = penalty
+    if compares:
+        metrics["actor/advantage"], metrics["actor/beta"] = advantage.mean(), state["beta"]
+        metrics["actor/ess"] = raw.sum() ** 2 / (size * (raw**2).sum())
     new = {
         "policy": new_policy,
         "critic": new_critic,
@@ -323,7 +324,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         "ema_critic": mapped(
             lambda old, new: s.critic_decay * old + (1 - s.critic_decay) * new, state["ema_critic"], new_critic
         ),
-        "beta": state["beta"] ** 0.9 * beta**0.1,
-        "mean_weight": 0.9 * state["mean_weight"] + 0.1 * raw.mean(),
+        "beta": beta,
+        "mean_weight": mean_weight,
     }
     return new, metrics, info

@@ -199,7 +199,7 @@ def naive_draws(agent: ACRLPD, key) -> naive.Draws:
     ]
     return naive.Draws(
         noise=np.float64(jax.random.normal(noise, (SIZE, DRAWS, *chunk))),
-        time=np.float64(jax.random.beta(time, 1.5, 1.0, (SIZE, DRAWS))) * 0.999 + 0.001,
+        time=np.float64(jax.random.uniform(time, (SIZE, DRAWS)) ** (1 / 1.5)) * 0.999 + 0.001,
         here=np.float64(jax.random.normal(here, (SIZE, NUM, *chunk))),
         there=np.float64(jax.random.normal(there, (SIZE, NUM, *chunk))),
         pairs=np.array(pairs),
@@ -577,7 +577,7 @@ def test_the_critic_reads_the_chunk_and_nothing_about_its_end():
     inputs, candidates = CriticInputs(state=batch["observations"]["state"]), jnp.zeros((SIZE, NUM, HORIZON, DIM))
     critic, successor = state.params["critic"], Successor(inputs, candidates)
     told = {name: batch[name] for name in ("reward_sum", "length", "next_terminal")}
-    y = jax.eval_shape(agent.target, critic, state.target["critic"], successor, told, KEY)
+    y, _ = jax.eval_shape(agent.target, critic, state.target["critic"], successor, told, KEY)
     only = {name: batch[name] for name in ("critic_actions", "sequence_mask")}
     jax.eval_shape(agent.critic_loss, critic, inputs, candidates, only, y, KEY)
 

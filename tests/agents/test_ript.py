@@ -100,7 +100,7 @@ def drawn() -> dict:
     for prefix, size, key in zip(("", "demo_"), (SIZE, DEMOS), jax.random.split(KEY), strict=True):
         _, noise_key, time_key = jax.random.split(key, 3)
         found[f"{prefix}noise"] = np.float64(jax.random.normal(noise_key, (size, DRAWS, HORIZON, DIM)))
-        found[f"{prefix}time"] = np.float64(jax.random.beta(time_key, 1.5, 1.0, (size, DRAWS))) * 0.999 + 0.001
+        found[f"{prefix}time"] = np.float64(jax.random.uniform(time_key, (size, DRAWS)) ** (1 / 1.5)) * 0.999 + 0.001
     return found
 
 

@@ -46,6 +46,18 @@ def velocity(family: Family):
     return jax.jit(Pi0(family.config).velocity)
 
 
+@pytest.fixture(scope="session")
+def loss_and_gradients(family: Family):
+    """(params, draws) -> the mean loss over the golden batch and its gradients; compiled once per family."""
+    # What is recomputed changes no number (tests/models/test_pi0.py), only the time to compile.
+    config, actions = replace(family.config, remat="none"), jnp.asarray(family.inputs["actions"])
+
+    def loss(params, draws):
+        return loss_per_step(config, params, family.observation, actions, draws).mean()
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
 def openpi_draws(key: jax.Array, actions: jax.Array) -> flow.Draws:
     """Noise and time as OpenPI's compute_loss derives them from its key (augmentation takes the first part)."""
     _, noise_key, time_key = jax.random.split(key, 3)
@@ -159,19 +171,8 @@ def test_samples(family: Family, context: Context):
     np.testing.assert_allclose(chunks[:, 0], family.outputs["sample_actions_rng"], **OUTPUT)
 
 
-def test_gradients(family: Family, golden_draws: flow.Draws):
-    # What is recomputed changes no number (tests/models/test_pi0.py), only the time to compile.
-    config = replace(family.config, remat="none")
-    actions = jnp.asarray(family.inputs["actions"])
-
-    @jax.jit
-    def value_and_grad(params):
-        def loss(params):
-            return loss_per_step(config, params, family.observation, actions, golden_draws).mean()
-
-        return jax.value_and_grad(loss)(params)
-
-    loss, grads = value_and_grad(jax.tree.map(jnp.asarray, family.params))
+def test_gradients(family: Family, golden_draws: flow.Draws, loss_and_gradients):
+    loss, grads = loss_and_gradients(jax.tree.map(jnp.asarray, family.params), golden_draws)
     golden, grads = family.json("grad_norms"), flatten(grads)
     np.testing.assert_allclose(loss, golden["mean_loss"], **FROM_RNG)
     norm = np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in grads.values()))
@@ -214,30 +215,25 @@ def test_bfloat16(family: Family, golden_draws: flow.Draws):
         assert np.abs(ours - exact).mean() < 1.5 * mean, name
 
 
-def test_three_optimizer_steps(family: Family):
+def test_three_optimizer_steps(family: Family, loss_and_gradients):
     """OpenPI's AdamW, clipping, schedule, EMA and frozen leaves, three steps from the golden weights."""
     golden, arrays = family.json("train_steps"), family.arrays("train_steps")
-    config, observation = replace(family.config, remat="none"), family.observation
-    actions = jnp.asarray(family.inputs["actions"])
     rate = make_schedule(CosineSchedule(**golden["lr_schedule"]))
     tx = make_optimizer(AdamW(**golden["optimizer"]), rate)
     params = jax.tree.map(jnp.asarray, family.params)
-    mask = freeze.trainable_mask(params, config)
+    mask = freeze.trainable_mask(params, family.config)
     trained, frozen = freeze.split(freeze.cast_frozen(params, mask), mask)
     state, ema = tx.init(trained), freeze.join(trained, frozen)
 
     @jax.jit
-    def step(trained, state, draws):
-        def loss(trained):
-            return loss_per_step(config, freeze.join(trained, frozen), observation, actions, draws).mean()
-
-        value, grads = jax.value_and_grad(loss)(trained)
+    def step(trained, state, grads):
         updates, state = tx.update(grads, state, trained)
-        return optax.apply_updates(trained, updates), state, value, optax.tree.norm(grads)
+        return optax.apply_updates(trained, updates), state, optax.tree.norm(grads)
 
     for i, expected in enumerate(golden["steps"]):
         draws = flow.Draws(jnp.asarray(arrays[f"noise_{i}"])[:, None], jnp.asarray(arrays[f"time_{i}"])[:, None])
-        trained, state, loss, norm = step(trained, state, draws)
+        loss, grads = loss_and_gradients(freeze.join(trained, frozen), draws)
+        trained, state, norm = step(trained, state, freeze.split(grads, mask)[0])
         np.testing.assert_allclose(loss, expected["loss"], rtol=2e-5)
         np.testing.assert_allclose(norm, expected["grad_norm"], rtol=1e-4)
         np.testing.assert_allclose(rate(i), expected["lr"], rtol=1e-6)

@@ -30,10 +30,6 @@ BETA_RATE = 0.1
 """How far log β and the mean weight move towards those of the latest batch."""
 
 
-LOGGED = 4
-"""Candidates at s that metrics are computed from, where the actor does not need them."""
-
-
 class Successor(NamedTuple):
     """What the target needs of s_{t+L}: what the critic reads, and the policy's candidates."""
 
@@ -58,10 +54,8 @@ class ActorAux(NamedTuple):
     inputs: CriticInputs
     candidates: Float[Array, "B N H A"]
     advantage: Float[Array, "B"]
-    spread: Float[Array, "B"]
     weight: Float[Array, "B"]
     flow_loss: Float[Array, "B"]
-    drift: Float[Array, "B"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +108,11 @@ class ACRLPD:
             scalars={"beta": jnp.float32(self.config.beta_init * (high - low)), "mean_weight": jnp.float32(1.0)},
         )
 
+    @property
+    def compares(self) -> bool:
+        """Does anything compare the data at s with the policy's own chunks? Plain Q-chunking imitates all alike."""
+        return self.config.actor != "best_of_n" or self.config.calql_weight > 0
+
     # The critic
 
     def values(self, params: Params, embedding: Array, chunks: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
@@ -126,17 +125,20 @@ class ACRLPD:
         candidates = flow.sample(self.policy, params, context, noise, num_steps=self.config.flow_steps)
         return jax.lax.stop_gradient(Successor(CriticInputs.of(context), candidates))
 
-    def target(self, online: Params, target: Params, successor: Successor, batch: Any, key: Array) -> Float[Array, "B"]:
-        """Y: the best of N by the online critic, valued by the target critic."""
+    def target(
+        self, online: Params, target: Params, successor: Successor, batch: Any, key: Array
+    ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
+        """Y, by the best of N for the online critic, valued by the target critic; and what choosing it gains."""
         inputs, candidates = successor
         choice = self.values(online, self.critic.embed(online, inputs), candidates).mean(0)
         best = ob.take_candidate(candidates, ob.select_best(choice))
         value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
         value = ob.aggregate(value, self.config.q_aggregation, key)
         bootstrap = 1 - batch["next_terminal"]
-        return ob.td_target(
+        y = ob.td_target(
             batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *self.value_range
         )
+        return y, choice.max(1) - choice.mean(1)
 
     def critic_loss(
         self, params: Params, inputs: CriticInputs, candidates: Array, batch: Any, y: Float[Array, "B"], key: Array
@@ -172,33 +174,27 @@ class ACRLPD:
         critic, inputs = state.params["critic"], CriticInputs.of(fixed)
         embedding = self.critic.embed(critic, inputs)
         of_data = self.values(critic, embedding, part.critic_actions[:, None]).mean(0)[:, 0]
-        of_candidates = self.values(critic, embedding, candidates).mean(0)
+        # Where nothing reads candidates at s, there are none, and the data are compared with themselves.
+        of_candidates = self.values(critic, embedding, candidates).mean(0) if candidates.shape[1] else of_data[:, None]
         advantage = of_data - of_candidates.mean(1)
         warm = state.step >= c.actor_warmup_steps
         raw = ob.awr_weights(advantage, state.scalars["beta"], c.weight_cap)
 
-        def cloned(chunks: Array, valid: Array | None) -> tuple[Array, Array]:
-            """Flow-matching loss of each sample towards given chunks, and how far the field is from the average's."""
-            x_t, u = flow.interpolate(chunks, part.draws)
-            v = self.policy.velocity(params, context, x_t, part.draws.time)
-            loss = flow.chunk_loss(jnp.square(v.astype(jnp.float32) - u), valid=valid, dims=self.critic.real_action_dim)
-            if "policy" not in state.ema:
-                return loss, jnp.zeros_like(loss)
-            old = self.policy.velocity(state.ema["policy"], fixed, x_t, part.draws.time)
-            return loss, jnp.square(jax.lax.stop_gradient(v) - old).mean((1, 2, 3))
+        def cloned(chunks: Array, valid: Array | None) -> Array:
+            """Flow-matching loss of each sample towards given chunks."""
+            error = flow.squared_error(self.policy, params, context, chunks, part.draws)
+            return flow.chunk_loss(error, valid=valid, dims=self.critic.real_action_dim)
 
-        imitation, drift = cloned(part.actions, part.valid)
+        imitation = cloned(part.actions, part.valid)
         if c.actor == "awr":
             loss = imitation * jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
         elif c.actor == "distill":
             best = ob.take_candidate(candidates, ob.select_best(of_candidates))
-            improved, _ = cloned(best, None)
             share = jnp.where(warm, c.bc_loss_weight, 1.0)
-            loss = share * imitation + (1 - share) * improved
+            loss = share * imitation + (1 - share) * cloned(best, None)
         else:
             loss = imitation
-        spread = of_candidates.max(1) - of_candidates.mean(1)
-        aux = ActorAux(inputs, candidates, advantage, spread, raw, imitation, drift)
+        aux = ActorAux(inputs, candidates, advantage, raw, imitation)
         return loss.mean(), jax.lax.stop_gradient(aux)
 
     def _candidates(self, params: Params, state: TrainState, context: Any, part: ActorPart) -> Float[Array, "B N H A"]:
@@ -207,6 +203,8 @@ class ACRLPD:
             params = state.target["policy"]
             context = context if self.encoder_frozen else self.policy.encode(params, part.observation)
         noise, steps = part.candidate_noise, self.config.flow_steps
+        if not noise.size:
+            return noise
         return jax.lax.stop_gradient(flow.sample(self.policy, params, context, noise, num_steps=steps))
 
     def bc_loss(
@@ -264,7 +262,7 @@ class ACRLPD:
         policy, critic = state.params["policy"], state.params["critic"]
         actor, aux = self.actor_loss(policy, state, part)
         pair_key, dropout_key = jax.random.split(jax.random.split(keys["critic"], self.config.critic_updates)[0])
-        y = self.target(critic, state.target["critic"], successor, batch, pair_key)
+        y, _ = self.target(critic, state.target["critic"], successor, batch, pair_key)
         temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
         imitation = self.bc_loss(policy, part.observation, part.actions, part.valid, part.draws)
         total = temporal + actor
@@ -279,8 +277,7 @@ class ACRLPD:
             for name in ("observations", "next_observations")
         )
         actions, num = batch["actions"], c.num_action_samples
-        # Where nothing but the log reads the candidates at s, a few will do.
-        here_num = min(num, LOGGED) if c.actor == "best_of_n" and not c.calql_weight else num
+        here_num = num if self.compares else 0
         part = ActorPart(
             observation=here,
             actions=actions,
@@ -299,7 +296,7 @@ class ACRLPD:
         def once(carry: tuple[Params, Params, Any], key: Array) -> tuple[tuple[Params, Params, Any], Metrics]:
             critic, target, opt = carry
             pair_key, dropout_key = jax.random.split(key)
-            y = self.target(critic, target, successor, batch, pair_key)
+            y, gain = self.target(critic, target, successor, batch, pair_key)
 
             def loss(critic: Params) -> tuple[Array, Metrics]:
                 return self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
@@ -307,7 +304,8 @@ class ACRLPD:
             (_, info), grads = jax.value_and_grad(loss, has_aux=True)(critic)
             critic, opt = self.critic_learner.step(critic, grads, opt)
             target = ob.soft_update(target, critic, self.config.target_update_rate)
-            return (critic, target, opt), info | {"critic/grad_norm": optax.tree.norm(grads)}
+            info |= {"critic/candidate_gain": gain.mean(), "critic/grad_norm": optax.tree.norm(grads)}
+            return (critic, target, opt), info
 
         start = (state.params["critic"], state.target["critic"], state.opt["critic"])
         (critic, target, opt), infos = jax.lax.scan(once, start, jax.random.split(key, self.config.critic_updates))
@@ -315,6 +313,8 @@ class ACRLPD:
 
     def _adapt(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
         """Move β and the mean weight towards those of this batch; the next step uses them."""
+        if not self.compares:
+            return state.scalars
         c, (low, high) = self.config, self.value_range
         beta, mean = state.scalars["beta"], state.scalars["mean_weight"]
         fitted = jnp.clip(ob.fit_beta(aux.advantage, c.target_ess, c.weight_cap), 1e-4 * (high - low), high - low)
@@ -334,13 +334,13 @@ class ACRLPD:
         slope, q = jax.grad(total, has_aux=True)(chunks)
         known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
         gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
-        return {
-            "actor/flow_loss": aux.flow_loss.mean(),
+        compared = {
             "actor/advantage": aux.advantage.mean(),
             "actor/ess": ob.effective_sample_size(aux.weight),
             "actor/beta": state.scalars["beta"],
-            "actor/drift": aux.drift.mean(),
-            "critic/candidate_gain": aux.spread.mean(),
+        }
+        return (compared if self.compares else {}) | {
+            "actor/flow_loss": aux.flow_loss.mean(),
             "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
             "critic/mc_gap": ob.masked_mean(gap, known),
             "critic/mc_correlation": _correlation(q, batch["mc_return"], known),

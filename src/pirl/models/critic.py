@@ -4,7 +4,8 @@
     score   N chunks -> their values                                               cheap, sharing the embedding
 
 `PrefixCritic` reads π₀'s prefix, `MLPCritic` the state alone; from the first hidden layer on they are the same. Every
-parameter has the ensemble's members on axis 0. All is computed in float32, and no gradient leaves towards the policy.
+parameter has the ensemble's members on axis 0. All is computed in float32, except the products of hidden layers where
+another type is asked for. No gradient leaves towards the policy.
 """
 
 from abc import ABC, abstractmethod
@@ -116,6 +117,9 @@ class Critic(ABC):
             )
         actions = actions[:, :, :horizon, :dim].astype(jnp.float32)
         flat = jnp.clip(actions, -self.config.action_clip, self.config.action_clip).reshape(*actions.shape[:2], -1)
+
+        dtype = jnp.dtype(self.config.dtype)
+        params = jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, params)
 
         def member(params: Params, embedding: Array, key: Array | None) -> Array:
             return _score(params, embedding, flat, key, self.config.dropout)
@@ -240,11 +244,12 @@ def _score(
         return _activate(params[f"layer_{i}"], z)
 
     first = params["layer_0"]
-    x = finish(0, embedding[:, None] + actions @ first["action"] + first["bias"])
+    x = finish(0, embedding[:, None] + _dot(actions, first["action"]) + first["bias"])
     for i in range(1, sum(name.startswith("layer_") for name in params)):
         layer = params[f"layer_{i}"]
         x = finish(i, _mix(layer, {"hidden": x} | ({"action": actions} if "action" in layer else {})))
-    return x @ params["head"]["kernel"] + params["head"]["bias"]
+    # Values are compared with each other: they are not rounded.
+    return _dot(x, params["head"]["kernel"], exact=True) + params["head"]["bias"]
 
 
 def _layer(sources: Mapping[str, int], out: int, init: Initializer | None = None) -> dict[str, Leaf]:
@@ -259,7 +264,12 @@ def _head(init: Initializer, width: int, outputs: int) -> dict[str, Leaf]:
 
 def _mix(layer: Params, sources: Mapping[str, Array]) -> Array:
     """The layer's matrix on the concatenation of its sources."""
-    return sum((x @ layer[name] for name, x in sources.items()), start=layer["bias"])
+    return sum((_dot(x, layer[name]) for name, x in sources.items()), start=layer["bias"])
+
+
+def _dot(x: Float[Array, "... I"], kernel: Float[Array, "I O"], *, exact: bool = False) -> Float[Array, "... O"]:
+    """A product in the type of the matrix."""
+    return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32 if exact else None)
 
 
 def _activate(layer: Params, z: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pirl.errors import ConfigError, did_you_mean
+from pirl.models.config import DType
 
 LossKind = Literal["hl_gauss", "huber", "mse"]
 """`hl_gauss`: a histogram of the return, by cross-entropy. `huber`, `mse`: one number, by regression."""
@@ -27,6 +28,8 @@ class CriticConfig:
     """How far a target is smeared over the histogram, in bins (hl_gauss)."""
     huber_delta: float = 10.0
     """Errors beyond this count linearly (huber)."""
+    dtype: DType = "float32"
+    """What the hidden layers are multiplied in. `bfloat16` is faster where many candidates are scored from states."""
     dropout: float = 0.0
     """Share of the hidden units left out while training."""
     action_clip: float = 1.5

@@ -14,16 +14,26 @@ from jaxtyping import Array, Bool, Float
 
 from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
-from pirl.models.gemma import MASKED, Rotation, expert_layers, grouped, residual, rms_norm, rope, suffix_rotation
+from pirl.models.gemma import (
+    MASKED,
+    Rotation,
+    expert_layers,
+    grouped,
+    joint_attention,
+    residual,
+    rms_norm,
+    rope,
+    suffix_rotation,
+)
 from pirl.models.params import Params
 from pirl.models.placement import by_sample, everywhere
 from pirl.models.remat import in_type
 
 FEW = 8
 """Suffixes below which a fused kernel does not fill the GPU, and plain attention is as fast."""
-EVEN, MULTIPLE = 2, 8
-"""Candidates' own keys and those they share come in multiples of these, padded with some that are not real: kernels
-want even lengths."""
+EVEN, MULTIPLE, WHOLE = 2, 8, 128
+"""Candidates' own keys, those they share, and both together where they are in one array, come in multiples of these,
+padded with some that are not real: fused kernels want even lengths, products whole tiles."""
 
 
 def cut(layers: Params, dtype: jnp.dtype) -> list[Params]:
@@ -79,6 +89,19 @@ def _adapted(p: Params, lora: LoRAConfig | None) -> Array:
 
 
 @jax.named_scope("candidates")
+def first_token(
+    layers: list[Params], config: Pi0Config, x: Float[Array, "B 1 1 W"], keys: Array, values: Array, mask: Array
+) -> tuple[Float[Array, "layers B 1 K h"], Float[Array, "layers B 1 K h"]]:
+    """Keys and values of the state's token, out of packed weights."""
+    x, turn, found = x.astype(jnp.dtype(config.dtype)), suffix_rotation(config, mask, 1), []
+    for i, w in enumerate(layers):
+        x, k, v = _block(w, config.expert, x, turn, _plain(keys[i], values[i], mask), None)
+        found.append((k[:, 0], v[:, 0]))
+    k, v = (jnp.stack(part) for part in zip(*found, strict=True))
+    return k, v
+
+
+@jax.named_scope("candidates")
 def prepared(
     layers: list[Params],
     final_norm: Params,
@@ -86,23 +109,20 @@ def prepared(
     keys: Float[Array, "layers B P K h"],
     values: Float[Array, "layers B P K h"],
     mask: Bool[Array, "B P"],
-    state: Float[Array, "B 1 1 W"] | None,
+    first: tuple[Float[Array, "layers B 1 K h"], Float[Array, "layers B 1 K h"]] | None,
 ) -> Callable[[Array, Array | None], Array]:
-    """(action tokens [B, N, H, W], condition) -> the expert's output for them."""
-    dtype, before = jnp.dtype(config.dtype), 0
-    shared = [(keys[i], values[i], mask) for i in range(config.expert.depth)]
-    if state is not None:
-        turn, before, found = suffix_rotation(config, mask, 1), 1, []
-        x = state.astype(dtype)
-        real = jnp.concatenate([jnp.ones_like(mask[:, :1]), mask], axis=1)
-        for w, (prefix_k, prefix_v, _) in zip(layers, shared, strict=True):
-            x, k, v = _block(w, config.expert, x, turn, _plain(prefix_k, prefix_v, mask), None)
-            # In front: with a fused kernel what is not real has to come last.
-            k, v = (jnp.concatenate(pair, axis=1) for pair in ((k[:, 0], prefix_k), (v[:, 0], prefix_v)))
-            found.append((k, v, real))
-        shared = found
+    """(action tokens [B, N, H, W], condition) -> the expert's output for them. `first` is of the state's token."""
+    dtype, before, real = jnp.dtype(config.dtype), 0, mask
+    if first is not None:
+        # In front: with a fused kernel what is not real has to come last.
+        keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(first, (keys, values), strict=True))
+        before, real = 1, jnp.concatenate([jnp.ones_like(mask[:, :1]), mask], axis=1)
     if attention.kernel(config, config.expert.head_dim) is not None:
-        shared = [_even(*cache) for cache in shared]
+        # Padded here, and not in every step.
+        gap = -real.shape[1] % MULTIPLE
+        keys, values = (jnp.pad(x, ((0, 0), (0, 0), (0, gap), (0, 0), (0, 0))) for x in (keys, values))
+        real = jnp.pad(real, ((0, 0), (0, gap)))
+    shared = [(keys[i], values[i], real) for i in range(config.expert.depth)]
 
     @jax.named_scope("candidates")
     def run(x: Float[Array, "B N T W"], cond: Float[Array, "B N W"] | None) -> Float[Array, "B N T W"]:
@@ -146,31 +166,28 @@ def _plain(
     """Logits in memory; the shared part is not replicated."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        by_key, length = grouped(q, k), shared_k.shape[1]
-        to_shared = jnp.einsum("bntkgh,bskh->bnkgts", by_key, shared_k, preferred_element_type=jnp.float32)
-        to_shared = jnp.where(real[:, None, None, None, None], to_shared, MASKED)
-        to_own = jnp.einsum("bntkgh,bnskh->bnkgts", by_key, k, preferred_element_type=jnp.float32)
-        probs = jax.nn.softmax(jnp.concatenate([to_shared, to_own], axis=-1), axis=-1).astype(v.dtype)
-        out = jnp.einsum("bnkgts,bskh->bntkgh", probs[..., :length], shared_v)
-        return (out + jnp.einsum("bnkgts,bnskh->bntkgh", probs[..., length:], v)).reshape(q.shape)
+        return joint_attention(q, k, v, shared_k, shared_v, real, jnp.ones((q.shape[2], k.shape[2]), bool))
 
     def alone(q: Array, k: Array, v: Array) -> Array:
-        # One candidate: all keys in one array, so that a block launches as few kernels as it can.
-        by_key = grouped(q, k)[:, 0]
-        ks, vs = (jnp.concatenate(pair, axis=1) for pair in ((k[:, 0], shared_k), (v[:, 0], shared_v)))
-        seen = jnp.concatenate([jnp.ones((len(real), k.shape[2]), bool), real], axis=1)
-        logits = jnp.einsum("btkgh,bskh->bkgts", by_key, ks, preferred_element_type=jnp.float32)
-        probs = jax.nn.softmax(jnp.where(seen[:, None, None, None], logits, MASKED), axis=-1).astype(vs.dtype)
-        return jnp.einsum("bkgts,bskh->btkgh", probs, vs).reshape(q.shape)
+        # One candidate: all keys in one array, each query's logits in a row, nothing left for the compiler to pad or to
+        # turn, so that a block launches as few kernels as it can.
+        batch, _, length, kv_heads, head_dim = k.shape
+        gap = -(length + shared_k.shape[1]) % WHOLE
+
+        def joined(own: Array, shared: Array) -> Array:
+            return jnp.concatenate([own[:, 0], jnp.zeros((batch, gap, kv_heads, head_dim), own.dtype), shared], axis=1)
+
+        seen = jnp.concatenate(
+            [jnp.broadcast_to(jnp.arange(length + gap) < length, (batch, length + gap)), real], axis=1
+        )
+        queries = grouped(q, k)[:, 0].swapaxes(1, 2)
+        rows = queries.reshape(batch, kv_heads, -1, head_dim)
+        logits = jnp.einsum("bkqh,bskh->bkqs", rows, joined(k, shared_k), preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1).astype(v.dtype)
+        out = jnp.einsum("bkqs,bskh->bkqh", probs, joined(v, shared_v))
+        return out.reshape(queries.shape).swapaxes(1, 2).reshape(q.shape)
 
     return lambda q, k, v: (alone if q.shape[1] == 1 else attend)(q, k, v)
-
-
-def _even(k: Array, v: Array, real: Array) -> tuple[Array, Array, Array]:
-    """Keys and values for a fused kernel: padded, here and not in every step."""
-    pad = (0, -real.shape[1] % MULTIPLE)
-    k, v = (jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))) for x in (k, v))
-    return k, v, jnp.pad(real, ((0, 0), pad))
 
 
 def _fused(

@@ -27,9 +27,12 @@ class Draws(NamedTuple):
 
 
 def draw(noise_key: Array, time_key: Array, actions: Float[Array, "B H A"], num: int = 1) -> Draws:
-    """Noise and time for `num` points of the flow per chunk; times are Beta(1.5, 1), denser near the noise end."""
+    """Noise and time for `num` points of the flow per chunk; times are Beta(1.5, 1), denser near the noise end.
+
+    Beta(α, 1) is U^(1/α). jax.random.beta draws it by rejection, in loops for which a GPU has to ask its host.
+    """
     batch, horizon, dim = actions.shape
-    time = jax.random.beta(time_key, 1.5, 1.0, (batch, num)) * 0.999 + 0.001
+    time = jax.random.uniform(time_key, (batch, num)) ** (1 / 1.5) * 0.999 + 0.001
     return Draws(jax.random.normal(noise_key, (batch, num, horizon, dim)), time)
 
 
@@ -74,8 +77,10 @@ def chunk_loss(
     return (per_step * valid).sum(-1) / jnp.maximum(valid.sum(-1), 1)
 
 
-def euler(velocity: Velocity, noise: Float[Array, "B N H A"], num_steps: int | Int[Array, ""] = 10) -> Array:
-    """Integrate from noise (t = 1) to chunks (t = 0) in equal steps; `num_steps` may be traced."""
+def euler(
+    velocity: Velocity, noise: Float[Array, "B N H A"], num_steps: int | Int[Array, ""] = 10, *, unroll: bool = False
+) -> Array:
+    """Integrate from noise (t = 1) to chunks (t = 0) in equal steps; `num_steps` may be traced, if not unrolled."""
     dt = -1.0 / num_steps
     batch, num = noise.shape[:2]
 
@@ -85,7 +90,7 @@ def euler(velocity: Velocity, noise: Float[Array, "B N H A"], num_steps: int | I
         return x + dt * v.astype(x.dtype), t + dt
 
     # Time is accumulated, as in OpenPI: the shortest period of its time embedding makes 1 ulp of t visible.
-    chunks, _ = jax.lax.fori_loop(0, num_steps, step, (noise, jnp.ones((), noise.dtype)))
+    chunks, _ = jax.lax.fori_loop(0, num_steps, step, (noise, jnp.ones((), noise.dtype)), unroll=unroll)
     return chunks
 
 
@@ -98,7 +103,8 @@ def sample(
     num_steps: int | Int[Array, ""] = 10,
 ) -> Float[Array, "B N H A"]:
     """N chunks per observation from given noise; deterministic."""
-    return euler(field(policy, params, context), noise, num_steps)
+    unroll = isinstance(num_steps, int) and getattr(policy, "quick", False)
+    return euler(field(policy, params, context), noise, num_steps, unroll=unroll)
 
 
 def field(policy: FlowPolicy, params: Params, context: Any) -> Velocity:

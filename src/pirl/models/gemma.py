@@ -18,7 +18,7 @@ from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import in_type, layer_at, over_layers
+from pirl.models.remat import layer_at, over_layers
 
 MASKED = -2.3819763e38
 """Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
@@ -110,7 +110,7 @@ def encode_prefix(
     attend = _prefix_attention(config, mask)
     layers: Any = params["layers"]
     if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
-        layers = in_type(expert_layers(layers, 0), x.dtype)
+        layers = expert_layers(layers, 0)
     skip = feature_layer <= last and c.depth > 1
 
     def begin(w: Params, x: Array) -> tuple[Array, Array, Array]:
@@ -126,7 +126,7 @@ def encode_prefix(
         return (_after_attention(w, c, by_sample(x), attended, gate=None, cond=None), features), (k, v)
 
     carry = (x, jnp.zeros_like(x) if feature_layer < last else None)
-    (x, features), (keys, values) = over_layers(block, carry, layers, config.remat, leave_out=int(skip))
+    (x, features), (keys, values) = over_layers(block, carry, layers, config.remat, x.dtype, leave_out=int(skip))
     if skip:
         _, k, v = begin(layer_at(layers, last), x)
         keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
@@ -169,44 +169,90 @@ def run_suffix(
     suffix_mask: Bool[Array, "S S"],
     cond: Float[Array, "B N W"] | None,
 ) -> Suffix:
-    """Run the expert over N suffixes per observation, all against the one prefix, which is never replicated.
-
-    Each suffix attends to the prefix and to itself. The softmax spans both, so the two groups of logits are joined
-    before it and separated after it.
-    """
+    """Run the expert over N suffixes per observation, all against the one prefix."""
     c = config.expert
-    (batch, prefix_len), length = prefix_mask.shape, x.shape[2]
-    turn = suffix_rotation(config, prefix_mask, length)
-    to_prefix = jnp.broadcast_to(prefix_mask[:, None, :], (batch, length, prefix_len))
-    to_suffix = jnp.broadcast_to(suffix_mask, (batch, length, length))
-    allowed = jnp.concatenate([to_prefix, to_suffix], axis=-1)[:, None, None, None]
+    turn = suffix_rotation(config, prefix_mask, x.shape[2])
+    attend = _suffix_attention(config, prefix_mask, suffix_mask)
 
     def block(x: Array, layer: tuple[Params, Array, Array], _: Any) -> tuple[Array, tuple[Array, Array]]:
         weights, prefix_k, prefix_v = layer
-
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            q_by_key = grouped(q, k)
-            logits = jnp.concatenate(
-                [
-                    jnp.einsum("bntkgh,bskh->bnkgts", q_by_key, prefix_k, preferred_element_type=jnp.float32),
-                    jnp.einsum("bntkgh,bnskh->bnkgts", q_by_key, k, preferred_element_type=jnp.float32),
-                ],
-                axis=-1,
-            )
-            probs = jax.nn.softmax(jnp.where(allowed, logits, MASKED), axis=-1).astype(v.dtype)
-            out = jnp.einsum("bnkgts,bskh->bntkgh", probs[..., :prefix_len], prefix_v)
-            out += jnp.einsum("bnkgts,bnskh->bntkgh", probs[..., prefix_len:], v)
-            return checkpoint_name(out.reshape(q.shape), "attention")
-
         x = by_sample(x)
         h, gate = rms_norm(weights["pre_attention_norm"], x, cond)
         q, (k, v) = _queries(weights["attn"], c, h, turn), _keys_values(weights["attn"], c, h, turn)
-        return _after_attention(weights, c, x, attend(q, k, v), gate=gate, cond=cond), (k, v)
+        attended = attend(q, k, v, prefix_k, prefix_v)
+        return _after_attention(weights, c, x, attended, gate=gate, cond=cond), (k, v)
 
-    layers = (in_type(expert_layers(params["layers"], 1), x.dtype), keys, values)
-    x, (own_keys, own_values) = over_layers(block, x, layers, config.remat)
+    layers = (expert_layers(params["layers"], 1), keys, values)
+    x, (own_keys, own_values) = over_layers(block, x, layers, config.remat, x.dtype)
     out, _ = rms_norm(params["final_norm_1"], x, cond)
     return Suffix(out, own_keys, own_values)
+
+
+def joint_attention(
+    q: Float[Array, "B N T n h"],
+    k: Float[Array, "B N S K h"],
+    v: Float[Array, "B N S K h"],
+    shared_k: Float[Array, "B P K h"],
+    shared_v: Float[Array, "B P K h"],
+    shared_mask: Bool[Array, "B P"],
+    own_mask: Bool[Array, "T S"],
+) -> Float[Array, "B N T n h"]:
+    """N sequences attend to the keys they share, which are not replicated, and each to its own.
+
+    The softmax spans both, so logits are joined before it and separated after it. Each query's logits lie in a row:
+    left to the compiler they may lie in a column, where a softmax is slow.
+    """
+    by_key = jnp.moveaxis(grouped(q, k), 3, 1)  # B K N T g h
+    (batch, heads, num, *_, dim), count = by_key.shape, shared_k.shape[1]
+    rows, apart = by_key.reshape(batch, heads, -1, dim), by_key.reshape(batch, heads, num, -1, dim)
+    to_shared = jnp.einsum("bkqh,bskh->bkqs", rows, shared_k, preferred_element_type=jnp.float32)
+    to_own = jnp.einsum("bknqh,bnskh->bknqs", apart, k, preferred_element_type=jnp.float32)
+    to_own = jnp.where(jnp.repeat(own_mask, by_key.shape[4], axis=0), to_own, MASKED)
+    to_shared = jnp.where(shared_mask[:, None, None], to_shared, MASKED)
+    logits = jnp.concatenate([to_shared, to_own.reshape(*rows.shape[:3], -1)], axis=-1)
+    probs = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkqs,bskh->bkqh", probs[..., :count], shared_v)
+    own = jnp.einsum("bknqs,bnskh->bknqh", probs[..., count:].reshape(to_own.shape), v)
+    return jnp.moveaxis((out + own.reshape(out.shape)).reshape(by_key.shape), 1, 3).reshape(q.shape)
+
+
+def _suffix_attention(
+    config: Pi0Config, prefix_mask: Bool[Array, "B P"], suffix_mask: Bool[Array, "S S"]
+) -> Callable[[Array, Array, Array, Array, Array], Array]:
+    """Attention of N suffixes to the prefix and each to itself: (queries, own keys and values, the prefix's) -> out."""
+
+    def plain(q: Array, k: Array, v: Array, prefix_k: Array, prefix_v: Array) -> Array:
+        allowed = suffix_mask[: q.shape[2], : k.shape[2]]
+        return checkpoint_name(joint_attention(q, k, v, prefix_k, prefix_v, prefix_mask, allowed), "attention")
+
+    # π₀'s state comes first and sees no action; all actions see everything.
+    alone, heads = 0 if config.pi05 else 1, config.expert.num_heads // config.expert.num_kv_heads
+    how = attention.kernel(config, config.expert.head_dim, tokens=(len(suffix_mask) - alone) * heads)
+    if how is None or len(suffix_mask) == alone:
+        return plain
+    real = prefix_mask.sum(-1) + len(suffix_mask)
+
+    def fused(q: Array, k: Array, v: Array, prefix_k: Array, prefix_v: Array) -> Array:
+        batch, num, _, kv_heads, head_dim = k.shape
+
+        def joined(own: Array, shared: Array) -> Array:
+            # The prefix behind: what is not real has to come last. Kernels want an even number of keys.
+            shared = jnp.broadcast_to(shared[:, None], (batch, num, *shared.shape[1:]))
+            keys = jnp.concatenate([own, shared], axis=2).reshape(batch * num, -1, kv_heads, head_dim)
+            return jnp.pad(keys, ((0, 0), (0, keys.shape[1] % 2), (0, 0), (0, 0)))
+
+        # Query heads that share a key head become queries of one head: few, but a kernel's tile is full.
+        actions = grouped(q[:, :, alone:], k).swapaxes(3, 4)
+        queries = actions.reshape(batch * num, -1, kv_heads, head_dim)
+        lengths = jnp.repeat(real, num).astype(jnp.int32)
+        out = attention.fused(how, queries, joined(k, prefix_k), joined(v, prefix_v), lengths=lengths)
+        out = out.reshape(actions.shape).swapaxes(3, 4).reshape(q[:, :, alone:].shape)
+        if not alone:
+            return out
+        state = plain(q[:, :, :alone], k[:, :, :alone], v[:, :, :alone], prefix_k, prefix_v)
+        return jnp.concatenate([state, out], axis=2)
+
+    return fused
 
 
 def suffix_rotation(config: Pi0Config, prefix_mask: Bool[Array, "B P"], length: int, start: int = 0) -> Rotation:
@@ -245,6 +291,7 @@ def _after_attention(
 ) -> Float[Array, "... T W"]:
     """The rest of a block: output projection, residual, norm, gated feed-forward, residual."""
     x = residual(x, _einsum("...tnh,nhd->...td", attended, w["attn"]["attn_vec_einsum"], config.attn_lora), gate)
+    x = checkpoint_name(x, "attended")
     h, gate = rms_norm(w["pre_ffw_norm"], x, cond)
     return residual(x, _feed_forward(w["mlp"], h), gate)
 

@@ -1,5 +1,6 @@
 """A flow policy over the state alone: Q-chunking's network (4 × 512, GELU), behind the same contract as π₀."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +39,11 @@ class MLPFlow:
         """The bias of the layer that reads the noisy chunk."""
         return "dense_0/bias"
 
+    @property
+    def quick(self) -> bool:
+        """Is `velocity` so quick that a loop around it is felt? On a GPU, where each turn is launched by itself."""
+        return jax.default_backend() == "gpu"
+
     def declare(self) -> dict[str, Leaf]:
         """Every parameter."""
         c = self.config
@@ -69,14 +75,20 @@ class MLPFlow:
         self, params: Params, context: Float[Array, "B S"], x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
     ) -> Float[Array, "B N H A"]:
         """dx/dt at N noisy chunks per state."""
-        batch, num = t.shape
-        dtype = jnp.dtype(self.config.dtype)
-        kernels = [params[f"dense_{i}"]["kernel"].astype(dtype) for i in range(len(self.config.hidden) + 1)]
-        biases = [params[f"dense_{i}"]["bias"].astype(dtype) for i in range(len(self.config.hidden) + 1)]
+        return self.field(params, context)(x_t, t)
+
+    def field(self, params: Params, context: Float[Array, "B S"]) -> Callable[[Array, Array], Array]:
+        """`velocity` at this context: weights cast, and the state multiplied, once."""
+        dtype, depth = jnp.dtype(self.config.dtype), len(self.config.hidden) + 1
+        kernels, biases = ([params[f"dense_{i}"][x].astype(dtype) for i in range(depth)] for x in ("kernel", "bias"))
         # The first matrix on [state, chunk, time], in parts: all candidates share the state's.
-        of_state, of_rest = jnp.split(kernels[0], [context.shape[-1]])
-        rest = jnp.concatenate([x_t.reshape(batch, num, -1), t[..., None]], axis=-1)
-        h = (context.astype(dtype) @ of_state)[:, None] + rest.astype(dtype) @ of_rest + biases[0]
-        for kernel, bias in zip(kernels[1:], biases[1:], strict=True):
-            h = jax.nn.gelu(h) @ kernel + bias
-        return h.reshape(x_t.shape).astype(x_t.dtype)
+        of_state, of_chunk, of_time = jnp.split(kernels[0], [context.shape[-1], len(kernels[0]) - 1])
+        start = (context.astype(dtype) @ of_state + biases[0])[:, None]
+
+        def velocity(x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]) -> Float[Array, "B N H A"]:
+            h = start + x_t.reshape(*t.shape, -1).astype(dtype) @ of_chunk + t[..., None].astype(dtype) * of_time
+            for kernel, bias in zip(kernels[1:], biases[1:], strict=True):
+                h = jax.nn.gelu(h) @ kernel + bias
+            return h.reshape(x_t.shape).astype(x_t.dtype)
+
+        return velocity

@@ -105,8 +105,15 @@ class Pi0:
         params, context = jax.lax.stop_gradient((params, context))
         llm = params["PaliGemma"]["llm"]
         layers = llm["expert"] if "expert" in llm else expert.pack(llm["layers"], config)
-        state = None if config.pi05 else _linear(params["state_proj"], context.state)[:, None, None]
-        run = expert.prepared(layers, llm["final_norm_1"], config, context.keys, context.values, context.mask, state)
+        prefix, first = (context.keys, context.values, context.mask), None
+        if not config.pi05:
+            token = _linear(params["state_proj"], context.state)[:, None, None]
+            if "expert" in llm:
+                first = expert.first_token(layers, config, token, *prefix)
+            else:
+                alone = gemma.run_suffix(llm, config, token.astype(config.dtype), *prefix, jnp.ones((1, 1), bool), None)
+                first = alone.keys[:, :, 0], alone.values[:, :, 0]
+        run = expert.prepared(layers, llm["final_norm_1"], config, *prefix, first)
 
         def velocity(x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]) -> Float[Array, "B N H A"]:
             actions, cond = embed_actions(params, config, x_t, t)

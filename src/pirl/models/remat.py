@@ -11,32 +11,44 @@ from pirl.models.config import Remat
 
 Block = Callable[..., Any]
 
-SAVED_NAMES = ("gate", "up", "qkv", "attention", "vision_qkv", "vision_up")
+SAVED_NAMES = ("gate", "up", "qkv", "attention", "attended", "vision_qkv", "vision_up", "vision_attended")
 """`checkpoint_name`s of the projections that cost most to recompute."""
 
 
-def over_layers(block: Block, carry: Any, layers: Any, remat: Remat, *, leave_out: int = 0) -> tuple[Any, Any]:
+def over_layers(
+    block: Block, carry: Any, layers: Any, remat: Remat, dtype: jnp.dtype, *, leave_out: int = 0
+) -> tuple[Any, Any]:
     """(last carry, stacked outputs) of block(carry, layer, its number) for each layer but the last `leave_out`: a scan
-    over layers that are stacked.
+    over layers that are stacked, with their matrices in the given type.
 
     A list of layers is for inference, where it spares the scan's copy of each layer's weights: blocks follow one
     another in the program, and nothing is recomputed because there is no backward pass.
     """
     if not isinstance(layers, list):
-        stack = jax.tree.leaves(layers)
-        numbers = jnp.arange(len(stack[0]) - leave_out)
-        if leave_out and all(x.dtype == jnp.bfloat16 for x in stack):
-            # Frozen: without gradients to stack, each turn can take its layer itself, and the others need no copy.
-            run = rematerialised(lambda carry, number: block(carry, layer_at(layers, number), number), remat)
-            return jax.lax.scan(run, carry, numbers)
-        some = jax.tree.map(lambda x: x[: len(numbers)], layers) if leave_out else layers
-        run = rematerialised(lambda carry, layer: block(carry, *layer), remat)
-        return jax.lax.scan(run, carry, (some, numbers))
+        cast = in_type(layers, dtype)
+        numbers = jnp.arange(len(jax.tree.leaves(layers)[0]) - leave_out)
+        if not leave_out:
+            run = rematerialised(lambda carry, layer: block(carry, *layer), remat)
+            return jax.lax.scan(run, carry, (cast, numbers))
+        # To scan over some of the layers would copy them. So each turn takes its own out of all; what is scanned over
+        # is never read, and only brings their gradients back.
+        whole = jax.lax.stop_gradient(cast)
+        run = rematerialised(lambda carry, x: block(carry, _taken(layer_at(whole, x[1]), x[0]), x[1]), remat)
+        return jax.lax.scan(run, carry, (jax.tree.map(lambda x: x[: len(numbers)], cast), numbers))
     outs = []
     for number, layer in enumerate(layers[: len(layers) - leave_out]):
         carry, out = block(carry, layer, number)
         outs.append(out)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+@jax.custom_vjp
+def _taken(layer: Any, scanned: Any) -> Any:
+    """The layer, with its gradient sent to what stands for it in the scan."""
+    return layer
+
+
+_taken.defvjp(lambda layer, scanned: (layer, None), lambda _, grads: (jax.tree.map(jnp.zeros_like, grads), grads))
 
 
 def layer_at(layers: Any, number: Any) -> Any:

@@ -11,7 +11,7 @@ from pirl.models import attention
 from pirl.models.config import Pi0Config, SigLIPConfig
 from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixed, xavier_uniform, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import in_type, over_layers
+from pirl.models.remat import over_layers
 
 
 def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[str, Leaf]:
@@ -58,13 +58,11 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
     def block(x: Array, w: Params, _: Any) -> tuple[Array, None]:
         x = by_sample(x)
         x = x + _attention(w["MultiHeadDotProductAttention_0"], _layer_norm(w["LayerNorm_0"], x), how)
+        x = checkpoint_name(x, "vision_attended")
         h = checkpoint_name(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
         return x + _dense(w["MlpBlock_0"]["Dense_1"], jax.nn.gelu(h, approximate=True)), None
 
-    layers = params["Transformer"]["encoderblock"]
-    if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
-        layers = in_type(layers, dtype)
-    x, _ = over_layers(block, x, layers, config.remat)
+    x, _ = over_layers(block, x, params["Transformer"]["encoderblock"], config.remat, dtype)
     return by_sample(_dense(params["head"], _layer_norm(params["Transformer"]["encoder_norm"], by_sample(x))))
 
 
@@ -93,7 +91,9 @@ def _dense(params: Params, x: Float[Array, "B P I"]) -> Float[Array, "B P O"]:
 def _attention(params: Params, x: Float[Array, "B P W"], how: attention.Kernel | None) -> Float[Array, "B P W"]:
     def project(name: str) -> Array:
         w = params[name]
-        return jnp.einsum("bpd,dnh->bpnh", x, w["kernel"].astype(x.dtype)) + w["bias"].astype(x.dtype)
+        heads = w["bias"].shape
+        flat = {"kernel": w["kernel"].reshape(x.shape[-1], -1), "bias": w["bias"].reshape(-1)}
+        return _dense(flat, x).reshape(*x.shape[:-1], *heads)
 
     q, k, v = (checkpoint_name(project(name), "vision_qkv") for name in ("query", "key", "value"))
     if how is None:

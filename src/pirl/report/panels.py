@@ -84,7 +84,6 @@ SECTIONS = (
                 metrics=("actor/ess",), hint="effective sample size of the weights; near agent.target_ess", share=True
             ),
             Panel(metrics=("actor/beta",), hint="temperature of the weights; stable is good"),
-            Panel(metrics=("actor/drift",), hint="distance of the policy to its average"),
             Panel(metrics=("actor/advantage",), hint="near 0"),
             Panel(metrics=("ript/drift",), hint="distance to the policy that rolled out"),
             Panel(metrics=("ript/ess",), hint="effective sample size of the weights", share=True),

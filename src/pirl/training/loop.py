@@ -18,7 +18,7 @@ from pirl.errors import EnvError
 from pirl.models.params import Params
 from pirl.models.placement import batch_on
 from pirl.rollout.collect import CollectionStoppedError
-from pirl.training import distributed
+from pirl.training import compiler, distributed
 from pirl.training.build import asset_id, build_acting, build_agent, build_transform, load_policy, schedules
 from pirl.training.checkpoint import Checkpoints, check_compatible, prepare_directory
 from pirl.training.dry_run import describe_run
@@ -195,6 +195,7 @@ def compile_update(agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) ->
         in_shardings=(states, batches, everywhere),
         out_shardings=(states, everywhere),
         donate_argnums=0,
+        compiler_options=compiler.options() or None,
     )
 
 
