@@ -41,10 +41,11 @@ from pirl.models.critic_config import CriticConfig
 from pirl.models.freeze import trainable_mask
 from pirl.models.observation import Observation
 from pirl.models.pi0 import Pi0
-from pirl.training import compiler
 from pirl.training.config import AdamW, ConstantSchedule, CosineSchedule
 from pirl.training.flops import count_flops
 from pirl.training.optim import make_optimizer, make_schedule
+from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
+from pirl.training.step import Step, shared
 
 GIB = 2**30
 LONGEST = 10.0
@@ -228,6 +229,8 @@ class Job:
     """The state (for sampling: the weights) and a batch."""
     program: Any
     """The step, traced."""
+    step: Step | None
+    """What runs it; None for sampling."""
     flop: int
     """Operations of it."""
 
@@ -247,15 +250,18 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
         return Job(
             make=lambda: (serve(half()), make_batch()["observations"]),
             program=jax.jit(sampler(config, row)).lower(jax.eval_shape(serve, weights), data, key),
+            step=None,
             flop=count_flops(sampler(counted, row), weights, data, key),
         )
-    agent = make_agent(config, row, augment=augment)
-    init = jax.jit(lambda: agent.init(jax.random.key(0)))
-    state = jax.eval_shape(init)
-    step = jax.jit(agent.update, donate_argnums=0, compiler_options=compiler.options() or None)
+    agent, mesh = make_agent(config, row, augment=augment), make_mesh()
+    state = jax.eval_shape(agent.init, key)
+    step = Step(agent, mesh, state)
+    init = jax.jit(lambda: agent.init(jax.random.key(0)), out_shardings=state_shardings(mesh, state))
+    spread = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=data_sharding(mesh)), data)
     return Job(
-        make=lambda: (init(), make_batch()),
-        program=step.lower(state, data, key),
+        make=lambda: (shared(init()), jax.device_put(make_batch(), data_sharding(mesh))),
+        program=step.lower(sharded_shapes(mesh, state), spread, key),
+        step=step,
         flop=count_flops(make_agent(counted, row, augment=augment).update, state, data, key),
     )
 
@@ -271,16 +277,16 @@ def measure(row: Row, work: Job, run: Any, seconds: float, repeats: int) -> dict
     found: dict[str, Any] = {"compile_s": seconds, "tflop": work.flop / 1e12}
     memory = run.memory_analysis()
     if memory is not None:
-        inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        found["gib"] = (inside + memory.temp_size_in_bytes) / GIB
+        beside = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+        found["gib"] = (memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes) / GIB
     (state, data), key = work.make(), jax.random.key(2)
     times: list[float] = []
     for index in range(repeats + 1):
         begin = time.perf_counter()
-        if row.what == "sample":
+        if work.step is None:
             jax.block_until_ready(run(state, data, key))
         else:
-            state, metrics = run(state, data, key)
+            state, metrics = work.step(state, data, key, run)
             jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - begin)
         if index >= 3 and sum(times) > LONGEST:

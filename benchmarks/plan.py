@@ -43,10 +43,10 @@ from pirl.models.params import flatten
 from pirl.models.pi0 import param_shapes
 from pirl.recipes import get_config
 from pirl.training.build import build_agent
-from pirl.training.loop import compile_update
 from pirl.training.memory import GIB, leaf_bytes, shard_bytes
 from pirl.training.plan import batch_shapes, plan
 from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes
+from pirl.training.step import Step
 
 DEVICES = 8
 GPUS = {"24 GB": 24, "40 GB": 40, "80 GB": 80, "141 GB": 139}
@@ -242,7 +242,7 @@ def partitioned(config: RLTrainConfig, fsdp: int) -> str:
     )
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
-        lowered = compile_update(agent, mesh, shapes).lower(sharded_shapes(mesh, shapes), batch, key)
+        lowered = Step(agent, mesh, shapes).lower(sharded_shapes(mesh, shapes), batch, key)
         lowered.compile(compiler_options=options)
         (path,) = Path(folder).glob("*update*after_spmd-partitioning*.txt")
         return path.read_text()

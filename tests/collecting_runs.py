@@ -138,19 +138,19 @@ _OF_AN_AGENT = ("model", "agent", "critic", "freeze", "data", "policy_optimizer"
 def traced_once() -> Iterator[None]:
     """Runs of one algorithm share its update: it is pure, and tracing it is most of the work of so small a run."""
     agents: dict[str, Agent] = {}
-    updates: dict[int, loop.Update] = {}
+    updates: dict[int, loop.Step] = {}
 
     def shared_agent(config: RLTrainConfig) -> Agent:
         known = repr([getattr(config, name) for name in _OF_AN_AGENT] + [config.rollout.flow_steps])
         return agents[known] if known in agents else agents.setdefault(known, build_agent(config))
 
-    def shared_update(agent: Agent, mesh: Any, shapes: Any) -> loop.Update:
+    def shared_update(agent: Agent, mesh: Any, shapes: Any) -> loop.Step:
         if id(agent) not in updates:
-            updates[id(agent)] = compile_update(agent, mesh, shapes)
+            updates[id(agent)] = step(agent, mesh, shapes)
         return updates[id(agent)]
 
-    build_agent, compile_update = loop.build_agent, loop.compile_update
+    build_agent, step = loop.build_agent, loop.Step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_agent", shared_agent)
-        patch.setattr(loop, "compile_update", shared_update)
+        patch.setattr(loop, "Step", shared_update)
         yield

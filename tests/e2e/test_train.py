@@ -231,10 +231,10 @@ def test_overwriting_starts_again(tmp_path: Path) -> None:
 def test_one_program_serves_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints, logs and the end of a run change nothing that would need another one."""
     made: list[Any] = []
-    compile_update = loop.compile_update
-    monkeypatch.setattr(loop, "compile_update", lambda *args: made.append(compile_update(*args)) or made[-1])
+    step = loop.Step
+    monkeypatch.setattr(loop, "Step", lambda *args: made.append(step(*args)) or made[-1])
     assert loop.train(small_run(tmp_path, agent=BC, num_train_steps=5)) == 0
-    assert [update._cache_size() for update in made] == [1]
+    assert [update.programs for update in made] == [1]
 
 
 def test_a_dry_run_says_what_it_takes_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pirl.models.attention import FUSED_FORWARD
 from pirl.models.config import Remat
@@ -31,10 +32,18 @@ def over_layers(
             run = rematerialised(lambda carry, layer: block(carry, *layer), remat)
             return jax.lax.scan(run, carry, (cast, numbers))
         # To scan over some of the layers would copy them. So each turn takes its own out of all; what is scanned over
-        # is never read, and only brings their gradients back.
-        whole = jax.lax.stop_gradient(cast)
-        run = rematerialised(lambda carry, x: block(carry, _taken(layer_at(whole, x[1]), x[0]), x[1]), remat)
-        return jax.lax.scan(run, carry, (jax.tree.map(lambda x: x[: len(numbers)], cast), numbers))
+        # is never read, and only brings gradients back. What is frozen is kept in bfloat16 and has none.
+        whole, structure = jax.tree.flatten(cast)
+        trains = [x.dtype != jnp.bfloat16 for x in jax.tree.leaves(layers)]
+
+        def turn(carry: Any, x: tuple[list[Any], Any]) -> tuple[Any, Any]:
+            scanned, number = x
+            layer = [w[number] if s is None else _taken(w[number], s) for w, s in zip(whole, scanned, strict=True)]
+            return block(carry, jax.tree.unflatten(structure, layer), number)
+
+        scanned = [w[: len(numbers)] if trained else None for w, trained in zip(whole, trains, strict=True)]
+        whole = [jax.lax.stop_gradient(w) if trained else w for w, trained in zip(whole, trains, strict=True)]
+        return jax.lax.scan(rematerialised(turn, remat), carry, (scanned, numbers))
     outs = []
     for number, layer in enumerate(layers[: len(layers) - leave_out]):
         carry, out = block(carry, layer, number)
@@ -43,12 +52,12 @@ def over_layers(
 
 
 @jax.custom_vjp
-def _taken(layer: Any, scanned: Any) -> Any:
-    """The layer, with its gradient sent to what stands for it in the scan."""
-    return layer
+def _taken(weight: Array, scanned: Array) -> Array:
+    """The weight, with its gradient sent to what stands for it in the scan."""
+    return weight
 
 
-_taken.defvjp(lambda layer, scanned: (layer, None), lambda _, grads: (jax.tree.map(jnp.zeros_like, grads), grads))
+_taken.defvjp(lambda weight, scanned: (weight, None), lambda _, gradient: (jnp.zeros_like(gradient), gradient))
 
 
 def layer_at(layers: Any, number: Any) -> Any:

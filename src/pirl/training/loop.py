@@ -1,6 +1,5 @@
 """The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,9 +15,8 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
 from pirl.errors import EnvError
 from pirl.models.params import Params
-from pirl.models.placement import batch_on
 from pirl.rollout.collect import CollectionStoppedError
-from pirl.training import compiler, distributed
+from pirl.training import distributed
 from pirl.training.build import asset_id, build_acting, build_agent, build_transform, load_policy, schedules
 from pirl.training.checkpoint import Checkpoints, check_compatible, prepare_directory
 from pirl.training.dry_run import describe_run
@@ -32,8 +30,9 @@ from pirl.training.pictures import save_camera_grid
 from pirl.training.plan import with_remat
 from pirl.training.progress import Progress
 from pirl.training.run_metadata import run_metadata
-from pirl.training.sharding import check_batch, data_sharding, make_mesh, replicated, sharded_shapes, state_shardings
+from pirl.training.sharding import check_batch, make_mesh, sharded_shapes, state_shardings
 from pirl.training.sinks import RunInfo
+from pirl.training.step import Step, shared
 from pirl.training.streams import Stream
 from pirl.training.watchdog import Watchdog
 
@@ -42,8 +41,6 @@ EXPECTED_CHANGES = (
     *("debug_nans", "log_memory", "watchdog", "rollout.backend", "rollout.num_workers", "rollout.worker_timeout"),
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
-
-Update = Callable[[TrainState, Any, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def train(
@@ -66,7 +63,7 @@ def train(
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
     with jax.debug_nans(config.debug_nans), build_acting(config, agent, transform, mesh) as acting:
         stream, evaluator = acting
-        update = compile_update(agent, mesh, shapes)
+        update = Step(agent, mesh, shapes)
         if dry_run:
             describe_run(config, mesh, shapes, update, stream)
             return 0
@@ -83,13 +80,13 @@ def train(
                 stream.restore(extra["stream"])
             else:
                 state, extra = initial_state(config, agent, mesh, shapes, init_key), {}
-            return run(config, agent, update, state, stream, checkpoints, train_key, extra, evaluator)
+            return run(config, agent, update, shared(state), stream, checkpoints, train_key, extra, evaluator)
 
 
 def run(
     config: RLTrainConfig,
     agent: Agent,
-    update: Update,
+    update: Step,
     state: TrainState,
     stream: Stream,
     checkpoints: Checkpoints,
@@ -185,18 +182,6 @@ def step_flops(config: RLTrainConfig, agent: Agent, state: TrainState, batch: An
     if isinstance(agent, BC | ACRLPD | RIPT):
         return update_flops(config, state, batch)
     return count_flops(agent.update, state, batch, jax.random.key(0))
-
-
-def compile_update(agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> Update:
-    """`agent.update` over the mesh: the state keeps its shards and its memory, metrics are everywhere the same."""
-    states, batches, everywhere = state_shardings(mesh, shapes), data_sharding(mesh), replicated(mesh)
-    return jax.jit(
-        batch_on(batches)(agent.update),
-        in_shardings=(states, batches, everywhere),
-        out_shardings=(states, everywhere),
-        donate_argnums=0,
-        compiler_options=compiler.options() or None,
-    )
 
 
 def initial_state(

@@ -1,0 +1,108 @@
+"""One update as a program over the mesh. What it changes is given away and comes back in the same memory.
+
+What is frozen is only read. Given away as well, it would be copied: the compiler may not read memory in a loop that an
+output is promised. It is therefore handed in beside the rest, and what comes out refers to the same arrays; an average
+of frozen weights is these weights, and not a second copy.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pirl.agents.acrlpd import ACRLPD
+from pirl.agents.agent import Agent, TrainState
+from pirl.agents.bc import BC
+from pirl.agents.ript import RIPT
+from pirl.models.placement import batch_on
+from pirl.training import compiler
+from pirl.training.sharding import data_sharding, replicated, state_shardings
+
+
+class Step:
+    """`agent.update`; the state keeps its shards, metrics are everywhere the same."""
+
+    def __init__(self, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> None:
+        """`shapes` is the state's, as `jax.eval_shape` gives it."""
+        self._structure, self._count = jax.tree.structure(shapes), len(jax.tree.leaves(shapes))
+        self._origin = handed_through(agent, shapes)
+        changing, frozen = self._split(state_shardings(mesh, shapes))
+        batches, everywhere = data_sharding(mesh), replicated(mesh)
+
+        def update(changing: list[Any], frozen: list[Any], batch: Any, key: jax.Array) -> tuple[list[Any], Any]:
+            leaves = self._joined(changing, frozen)
+            state, metrics = agent.update(jax.tree.unflatten(self._structure, leaves), batch, key)
+            new = jax.tree.leaves(state)
+            changed = [leaf for leaf, origin in self._origin.items() if new[leaf] is not leaves[origin]]
+            assert not changed, f"{type(agent).__name__}.update changed what is frozen: leaves {changed}"
+            return self._split(state)[0], metrics
+
+        self._program = jax.jit(
+            batch_on(batches)(update),
+            in_shardings=(changing, frozen, batches, everywhere),
+            out_shardings=(changing, everywhere),
+            donate_argnums=0,
+            compiler_options=compiler.options() or None,
+        )
+
+    def __call__(
+        self, state: TrainState, batch: Any, key: jax.Array, program: Any = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """(the state after it, metrics). The state that was given is gone, but for what is frozen.
+
+        `program` is what `lower` gave, compiled: for those who want to do that beforehand.
+        """
+        leaves = jax.tree.leaves(state)
+        changing, metrics = (program or self._program)(*self._split(state), batch, key)
+        kept = [leaves[self._origin[leaf]] for leaf in sorted(self._origin)]
+        return jax.tree.unflatten(self._structure, self._joined(changing, kept)), metrics
+
+    def lower(self, state: TrainState, batch: Any, key: jax.Array) -> jax.stages.Lowered:
+        """The program for these shapes, to be looked at."""
+        return self._program.lower(*self._split(state), batch, key)
+
+    @property
+    def programs(self) -> int:
+        """How many there are: one, unless shapes have changed."""
+        return int(getattr(self._program, "_cache_size")())  # noqa: B009
+
+    def _split(self, state: Any) -> tuple[list[Any], list[Any]]:
+        leaves = jax.tree.leaves(state)
+        changing = [leaf for number, leaf in enumerate(leaves) if number not in self._origin]
+        return changing, [leaves[number] for number in sorted(self._origin)]
+
+    def _joined(self, changing: list[Any], frozen: list[Any]) -> list[Any]:
+        parts = {True: iter(frozen), False: iter(changing)}
+        return [next(parts[number in self._origin]) for number in range(self._count)]
+
+
+def handed_through(agent: Agent, shapes: TrainState) -> dict[int, int]:
+    """{leaf of the state after an update: the leaf before it that it is}, for what our own algorithms leave alone.
+
+    Frozen leaves are those that `Learner` keeps in bfloat16.
+    """
+    if not isinstance(agent, BC | ACRLPD | RIPT):
+        return {}
+    numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(jax.tree.leaves(shapes))))
+    pairs = [(numbered.params, numbered.params, shapes.params)]
+    if shapes.ema:
+        pairs.append((numbered.ema, {name: numbered.params[name] for name in numbered.ema}, shapes.ema))
+    if isinstance(agent, ACRLPD):
+        fixed = {name: tree for name, tree in numbered.target.items() if name == "policy"}
+        pairs.append((fixed, fixed, {name: shapes.target[name] for name in fixed}))
+    return {
+        after: before
+        for afters, befores, leaves in pairs
+        for after, before, leaf in zip(*map(jax.tree.leaves, (afters, befores, leaves)), strict=True)
+        if leaf.dtype == jnp.bfloat16
+    }
+
+
+def shared(state: TrainState) -> TrainState:
+    """The state with frozen weights in memory once: those of the average are the policy's own."""
+
+    def average(tree: Any, params: Any) -> Any:
+        return jax.tree.map(lambda old, new: new if new.dtype == jnp.bfloat16 else old, tree, params)
+
+    return replace(state, ema={name: average(tree, state.params[name]) for name, tree in state.ema.items()})

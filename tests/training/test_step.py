@@ -1,0 +1,101 @@
+"""What is frozen is read where it lies: not copied, not given away, and in memory once."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pirl.agents.agent import TrainState
+from pirl.config import RLTrainConfig
+from pirl.config_io import from_dict
+from pirl.models.config import PRESETS
+from pirl.recipes import get_config
+from pirl.training.build import build_agent
+from pirl.training.plan import batch_shapes
+from pirl.training.sharding import make_mesh, state_shardings
+from pirl.training.step import Step, handed_through, shared
+
+
+def config(**change: Any) -> RLTrainConfig:
+    base = get_config("acrlpd_aloha_fold")
+    model = replace(PRESETS["pi0_tiny"], horizon=base.horizon, cameras=base.cameras, action_dim=32)
+    base = replace(base, model=model, data=replace(base.data, tokenizer="byte"))
+    settings = {"batch_size": 2, "agent": {"num_action_samples": 2, "flow_steps": 2, "augment": False}}
+    return from_dict(RLTrainConfig, settings | change, base=base)
+
+
+def pointers(tree: Any) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.dtype == jnp.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def frozen() -> tuple[Any, RLTrainConfig]:
+    chosen = config(freeze="vlm_frozen")
+    return build_agent(chosen), chosen
+
+
+def test_frozen_weights_are_not_copied_and_the_rest_is_as_without(frozen: tuple[Any, RLTrainConfig]) -> None:
+    agent, chosen = frozen
+    key, mesh = jax.random.key(1), make_mesh()
+    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), batch_shapes(chosen, chosen.batch_size))
+    shapes = jax.eval_shape(agent.init, key)
+    init = jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))
+    plain, plain_metrics = jax.jit(agent.update)(init(key), data, key)
+
+    step, state = Step(agent, mesh, shapes), shared(init(key))
+    before = pointers(state.params["policy"])
+    assert len(before) > 10
+    given = state.params["policy"]["action_out_proj"]["kernel"]
+    state, metrics = step(state, data, key)
+    assert pointers(state.params["policy"]) == pointers(state.ema["policy"]) == before
+    assert given.is_deleted(), "what trains is given away"
+    for name, value in plain_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=1e-5, atol=1e-7)
+    step(state, data, key)
+    assert step.programs == 1
+
+    layers = shapes.params["policy"]["PaliGemma"]["llm"]["layers"]["mlp"]["gating_einsum"]
+    copied = re.compile(re.escape(f"= bf16[{','.join(map(str, layers.shape))}]") + r"\S* copy\(")
+    assert not copied.search(step.lower(shapes, data, key).compile().as_text())
+    given_away = jax.jit(agent.update, donate_argnums=0).lower(shapes, data, key).compile()
+    assert len(copied.findall(given_away.as_text())) == 2, "the policy's and its average's, if they are not kept apart"
+
+
+def test_all_is_given_away_where_all_trains() -> None:
+    chosen = config()
+    agent = build_agent(chosen)
+    assert handed_through(agent, jax.eval_shape(agent.init, jax.random.key(0))) == {}
+
+
+def test_only_our_own_algorithms_are_known_to_leave_them_alone(frozen: tuple[Any, RLTrainConfig]) -> None:
+    agent, _ = frozen
+    shapes = jax.eval_shape(agent.init, jax.random.key(0))
+
+    class Other:
+        init, update = agent.init, agent.update
+
+        def act(self, state: TrainState, observation: Any, keys: Any) -> Any:
+            return agent.act(state, observation, keys)
+
+    assert handed_through(agent, shapes)
+    assert handed_through(Other(), shapes) == {}
+
+
+def test_what_is_frozen_must_not_be_changed(frozen: tuple[Any, RLTrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, chosen = frozen
+    update = type(agent).update
+
+    def touching(self: Any, state: TrainState, batch: Any, key: Any) -> Any:
+        new, metrics = update(self, state, batch, key)
+        return replace(new, params=jax.tree.map(lambda x: x + 0, new.params)), metrics
+
+    monkeypatch.setattr(type(agent), "update", touching)
+    shapes = jax.eval_shape(agent.init, jax.random.key(0))
+    with pytest.raises(AssertionError, match=r"ACRLPD\.update changed what is frozen"):
+        Step(agent, make_mesh(), shapes).lower(shapes, batch_shapes(chosen, 2), jax.random.key(0))
