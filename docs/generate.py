@@ -200,10 +200,11 @@ def recipes_page() -> str:
 
 
 def missing_commands(group: Sequence[RLTrainConfig], block: str) -> Iterator[str]:
-    """A command for each recipe that the module's own examples leave out."""
+    """A command for each recipe that the module's own examples leave out, with the data of those."""
+    path = re.search(r"--data-path \S+", block)
     for config in group:
         if f"pirl train {config.name} " not in block:
-            data = "" if config.data.repo_ids or config.acts else " --data-path recordings/mine"
+            data = "" if path is None or config.data.repo_ids or config.acts else f" {path[0]}"
             yield f"pirl train {config.name} --exp-name first{data}"
 
 

@@ -99,6 +99,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         words = shlex.split(command)
         for word in (word for word in words if word.endswith(".yaml")):
             Path(word).unlink(missing_ok=True)
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
             if "--space" in words and word == words[words.index("--space") + 1]:
                 capsys.readouterr()
                 assert app.main(["tune", words[1], "--show-space"]) == 0

@@ -28,9 +28,8 @@ LEFT_OUT = {
 INSTEAD = {
     r"\.venv/bin/pirl": "pirl",
     r"--init-weights (gs://\S+|\S+\.npz)": "",  # a tiny model starts from nothing
-    r"(droid_lora .*)recordings/mine": r"\1recordings/kitchen",
     r'LeRobotWriter\("recordings/cubes"': 'LeRobotWriter("recordings/more_cubes"',  # others are there
-    r"(tune bc_tabletop) --trials \d+": r"\1 --trials 2 --keep all",  # nobody knows which of two will be the best
+    r"(tune bc_tabletop) --trials \d+": r"\1 --trials 2",
     r"(tune acrlpd_tabletop) --trials \d+": r"\1 --trials 1",
     r"^(pirl completion \w+) > ~/.*": r"\1 > completion",
     r"^(pirl plan .*)": r"\1 --debug",
@@ -38,7 +37,7 @@ INSTEAD = {
 """What is replaced. Beyond this, in `docs_check.smaller`: a hundredth of the steps, a 25th of the
 episodes, `--debug` for full-size models."""
 DATASETS = {
-    **{f"recordings/{name}": "aloha" for name in ("fold_box", "attempts", "cubes", "mine")},
+    **{f"recordings/{name}": "aloha" for name in ("fold_box", "attempts", "cubes")},
     **{f"recordings/{name}": "droid" for name in ("kitchen", "demos", "rollouts")},
     **{f"lerobot/lerobot/aloha_sim_{task}_human": "aloha_sim" for task in ("transfer_cube", "insertion")},
     **dict.fromkeys(("recordings/pick", "lerobot/physical-intelligence/libero", "lerobot/my/rollouts"), "libero"),
@@ -50,7 +49,6 @@ GIVEN = {
         "rm -rf to_robot compared compare.html",
         "pirl norm-stats physical-intelligence/libero --robot libero --horizon 10",
         "pirl norm-stats recordings/kitchen --robot droid --horizon 15 --out assets/droid",
-        "pirl norm-stats recordings/mine --robot aloha --horizon 20",
         "pirl export pytorch checkpoints/bc_aloha_fold/warm --out pi0_torch --dtype float32",
     ),
     "docs/cli.md": (

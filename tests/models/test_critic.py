@@ -297,3 +297,15 @@ def test_sizes_that_cannot_be(bad: dict) -> None:
         CriticConfig(**bad)
     with pytest.raises(ConfigError, match="q_chunking"):
         get_critic_preset("q_chunkin")
+
+
+def test_hidden_layers_in_bfloat16_and_values_unrounded(critic: Critic, params: Params, values: np.ndarray) -> None:
+    half = replace(critic, config=replace(critic.config, dtype="bfloat16"))
+    found = score(half, params, INPUTS, ACTIONS)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, values, rtol=0, atol=0.02 * np.abs(values).max())
+    assert np.any(found != values)
+    assert len(np.unique(found)) > 0.9 * found.size, "rounded to bfloat16 more would coincide"
+    gradient = flatten(jax.grad(lambda p: score(half, p, INPUTS, ACTIONS).sum())(params))
+    assert {leaf.dtype for leaf in gradient.values()} == {jnp.dtype("float32")}
+    assert np.any(gradient["layer_1/hidden"])

@@ -168,3 +168,25 @@ def test_q_chunkings_size():
     )
     inputs, chunk = 37 + 25 + 1, 25
     assert total == (inputs + 1) * 512 + 3 * 513 * 512 + 513 * chunk
+
+
+def test_steps_written_out_and_what_is_prepared_change_nothing(params, batch, monkeypatch):
+    observation, _ = batch
+    noise = jax.random.normal(jax.random.key(5), (5, 3, 4, 2))
+    looped = flow.sample(POLICY, params, POLICY.encode(params, observation), noise)
+    monkeypatch.setattr(MLPFlow, "quick", True)
+    program = jax.make_jaxpr(lambda: flow.sample(POLICY, params, POLICY.encode(params, observation), noise))()
+    (loop,) = (equation.params for equation in program.eqns if equation.primitive.name == "scan")
+    assert loop["unroll"] == loop["length"] == 10
+    written_out = flow.sample(POLICY, params, POLICY.encode(params, observation), noise)
+    np.testing.assert_allclose(written_out, looped, rtol=0, atol=1e-6)
+
+    # [state, chunk, time] times one matrix, as it is stored.
+    kernel, bias = (np.asarray(params["dense_0"][name]) for name in ("kernel", "bias"))
+    state, t = np.asarray(observation.state), 0.25
+    rows = [np.concatenate([state[0], np.asarray(noise)[0, 1].ravel(), [t]]) @ kernel + bias]
+    for i in (1, 2):
+        layer = params[f"dense_{i}"]
+        rows.append(np.asarray(jax.nn.gelu(rows[-1])) @ np.asarray(layer["kernel"]) + np.asarray(layer["bias"]))
+    found = POLICY.velocity(params, POLICY.encode(params, observation), noise, jnp.full((5, 3), t))
+    np.testing.assert_allclose(found[0, 1].ravel(), rows[-1], rtol=0, atol=1e-5)

@@ -22,16 +22,16 @@ Writes an OpenPI checkpoint: the folder OpenPI serves as it is. Any checkpoint c
 OPENPI_EXAMPLES = """\
 examples:
   pirl export openpi checkpoints/my_run/20000 --out to_robot
-  pirl export openpi checkpoints/my_run/20000 --out to_robot --dtype bfloat16      half the size
-  pirl export openpi pi0_torch --model pi0 --out pi0_jax                           from PyTorch"""
+  pirl export openpi checkpoints/my_run/20000 --out to_robot_small --dtype bfloat16   half the size
+  pirl export openpi pi0_torch --model pi0 --out pi0_jax                              from PyTorch"""
 PYTORCH = """\
 Writes a checkpoint for OpenPI's PyTorch port: model.safetensors, config.json and the statistics. Adapters (LoRA) are
 merged into the matrices they adapt, since the port has none."""
 PYTORCH_EXAMPLES = """\
 examples:
   pirl export pytorch checkpoints/my_run/20000 --out to_torch
-  pirl export pytorch checkpoints/my_run/20000 --out to_torch --dtype float32      bit for bit
-  pirl export pytorch checkpoints/lora/20000 --out to_torch --lora-scale 1 0.5     adapters with alpha/rank not 1"""
+  pirl export pytorch checkpoints/my_run/20000 --out to_torch_exact --dtype float32   bit for bit
+  pirl export pytorch checkpoints/lora/20000 --out lora_torch --lora-scale 1 0.5      adapters with alpha/rank not 1"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
