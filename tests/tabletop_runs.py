@@ -1,5 +1,6 @@
 """The tabletop's `easy` level from demonstrations to evaluation, in memory and compiled for speed."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +24,10 @@ from pirl.rollout.pool import LocalPool
 from pirl.training.build import build_agent, build_chunk_policy, build_stream
 from pirl.training.sharding import make_mesh
 
-FAST = {"xla_backend_optimization_level": 3}
-"""Here the time goes into computing, so let the compiler work (tests/conftest.py tells it not to)."""
+FAST: dict[str, Any] = {"xla_backend_optimization_level": 1}
+"""Here the time goes into computing, so let the compiler work a little (tests/conftest.py tells it not to)."""
+if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
+    FAST["xla_cpu_use_fusion_emitters"] = True
 
 
 @dataclass(frozen=True, kw_only=True)

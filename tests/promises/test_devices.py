@@ -130,7 +130,7 @@ def start(folder: Path, processes: int, runs: tuple[str, ...]) -> Group:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={8 // processes} --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // processes}"
     children = []
     for index in range(processes):
         place = {

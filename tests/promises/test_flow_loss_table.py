@@ -27,8 +27,8 @@ from pirl.models.observation import Observation
 SEEDS, GROUPS, SIZE, ITERATIONS, ATTEMPTS = 3, 32, 8, 40, 4
 POLICY = MLPFlow(MLPFlowConfig(state_dim=1, action_dim=2, horizon=1, hidden=(64, 64, 64)))
 MODES = 0.7 * jnp.array([[1.0, 1.0], [-1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
-# Here the time goes into computing, so let the compiler work (tests/conftest.py tells it not to).
-jitted = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+# Half of the time goes into computing, so let the compiler work a little (tests/conftest.py tells it not to).
+jitted = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
 class Setting(NamedTuple):

@@ -4,6 +4,7 @@ One seed, as much as a laptop does in minutes; docs/algorithms-ript.md has three
 numbers are plain sampling on 400 fresh initial states.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,19 @@ import pytest
 from pirl.recipes import get_config
 from pirl.rollout.evaluate import Rate
 from pirl.training import streams
+from small_runs import compiled_once
 from tabletop_runs import Table, shuffled, success, table, train_groups, train_offline
 
 BC, ACRLPD, RIPT = (get_config(name) for name in ("bc_tabletop", "acrlpd_tabletop", "ript_tabletop"))
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one test compiled is not compiled again for the next."""
+    with compiled_once(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(scope="module")

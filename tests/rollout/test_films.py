@@ -47,6 +47,16 @@ def test_the_first_of_each_end_are_kept_whenever_they_come(rollout: Rollout) -> 
     assert nothing.rollouts == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_episodes_are_filmed_whatever_the_policy(rollout: Rollout, seed: int) -> None:
+    """So every policy has films of the same episodes, which a report sets beside each other."""
+    rng = np.random.default_rng(seed)
+    highlights = Highlights(3)
+    for number, success in zip(rng.permutation(20), rng.random(20) < seed / 3, strict=True):
+        highlights.add(ended(rollout, int(number), success=bool(success)))
+    assert {0, 1, 2} <= {one.number for one in highlights.rollouts}
+
+
 def test_an_episode_is_acted_out_again_for_a_larger_picture(rollout: Rollout) -> None:
     env = TabletopEnv(CONFIG)
     shown = film(rollout, env, fps=5)

@@ -283,7 +283,8 @@ def test_restored_on_other_numbers_of_devices(tmp_path: Path) -> None:
     )
     with Checkpoints(tmp_path / "run", KEEP_ALL) as checkpoints:
         checkpoints.save(1, state)
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", ON_EIGHT, str(tmp_path / "run")],
         env=environment,

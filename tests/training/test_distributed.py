@@ -97,7 +97,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     children = []
     for index in (0, 1):
         environment = os.environ | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
             "JAX_PLATFORMS": "cpu",
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": "2",

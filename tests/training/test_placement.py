@@ -62,7 +62,7 @@ print(json.dumps(out))
 
 @pytest.fixture(scope="module")
 def eight() -> dict:
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", ON_EIGHT],
         check=False,

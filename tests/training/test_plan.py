@@ -1,4 +1,7 @@
-"""The memory plan: measured peaks, real bytes, what each algorithm keeps, and advice that holds."""
+"""The memory plan: measured peaks, real bytes, what each algorithm keeps, and advice that holds.
+
+Tracing is all of the time, and configurations that are traced alike are traced once: tests share theirs.
+"""
 
 import json
 from dataclasses import replace
@@ -6,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pirl.agents.config import ACRLPDConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict
 from pirl.errors import ConfigError
-from pirl.models.config import PRESETS
+from pirl.models.config import PRESETS, Pi0Config
 from pirl.recipes import get_config
 from pirl.training.build import build_agent
 from pirl.training.memory import GIB, gib
-from pirl.training.plan import BY_SPEED, batch_shapes, choose_remat, plan
+from pirl.training.plan import BY_SPEED, batch_shapes, choose_remat, plan, with_remat
 
 MEASURED = json.loads((Path(__file__).parents[1] / "golden" / "measured_memory.json").read_text())["rows"]
 
@@ -29,14 +33,14 @@ def changed(recipe: str, **change: Any) -> RLTrainConfig:
 def small(recipe: str, **change: Any) -> RLTrainConfig:
     """Its algorithm, data and robot with a model for a CPU."""
     config = get_config(recipe)
-    sizes = {"horizon": config.horizon, "cameras": PRESETS["pi0"].cameras, "action_dim": 32, "attention": "plain"}
-    model = replace(PRESETS["pi0_tiny"], **sizes)
+    sizes = {"horizon": config.horizon, "cameras": PRESETS["pi0"].cameras, "action_dim": 32}
+    model = replace(PRESETS["pi0_tiny"], **sizes, attention="plain", remat="full")
     base = replace(config, model=model, data=replace(config.data, tokenizer="byte"))
     return from_dict(RLTrainConfig, {"batch_size": 4, **change}, base=base)
 
 
 BC: dict[str, Any] = {"model": {"horizon": 50, "remat": "full", "attention": "plain"}}
-"""What was measured; other tests take the same, for it is traced once."""
+"""What was measured."""
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=[row["name"] for row in MEASURED])
@@ -46,7 +50,7 @@ def test_the_plan_agrees_with_peaks_measured_on_a_gpu(row: dict[str, Any]) -> No
 
 
 def test_what_is_largest_fits_and_one_more_does_not() -> None:
-    config = small("bc_aloha_fold", agent={"ema_decay": None}, model={"remat": "full"}, freeze="expert_only")
+    config = small("bc_aloha_fold", agent={"ema_decay": None}, freeze="expert_only")
     room = 0.05
     found = plan(config, device_gb=room)
     assert found.accumulate == 1
@@ -79,7 +83,9 @@ def test_the_state_is_that_of_the_algorithm(config: RLTrainConfig) -> None:
     found = plan(config, device_gb=1)
     for field in ("params", "target", "ema", "opt"):
         for group, tree in getattr(state, field).items():
-            assert found.parts[f"{field}/{group}"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+            # The average of what is frozen is what is frozen, and not in memory twice.
+            own = [x for x in jax.tree.leaves(tree) if field != "ema" or x.dtype == jnp.float32]
+            assert found.parts[f"{field}/{group}"] == sum(x.size * x.dtype.itemsize for x in own)
     names = {name for name in found.parts if "policy" in name}
     kept = {"distill": {"target/policy", "ema/policy"}, "ript": {"target/policy"}, "bc": {"ema/policy"}}
     algorithm = config.agent.actor if isinstance(config.agent, ACRLPDConfig) else type(config.agent).__name__
@@ -93,18 +99,15 @@ def test_what_an_algorithm_adds_is_seen() -> None:
     """Candidates, a second policy and demonstrations take memory of their own."""
 
     def activations(config: RLTrainConfig) -> int:
-        return plan(replace(config, batch_size=64), device_gb=1).parts["activations"]
+        return plan(replace(config, batch_size=64), device_gb=8).parts["activations"]
 
-    frozen: dict[str, Any] = {"freeze": "expert_only", "model": {"remat": "full"}}
-    few, many = (activations(small("acrlpd_aloha_fold", agent={"num_action_samples": n}, **frozen)) for n in (2, 64))
-    assert many > 4 * few
-    bc = activations(small("bc_aloha_fold", model={"remat": "full"}))
-    ript = small(
-        "ript_aloha_transfer",
-        freeze="full",
-        data={"robot": "aloha", "cameras": None, "repo_ids": ["a/b"]},
-        model={"remat": "full"},
+    few, many = (
+        activations(small("acrlpd_aloha_fold", agent={"num_action_samples": n}, freeze="expert_only")) for n in (2, 64)
     )
+    assert many > 4 * few
+    bc = activations(small("bc_aloha_fold"))
+    data = {"robot": "aloha", "cameras": None, "repo_ids": ["a/b"]}
+    ript = small("ript_aloha_transfer", freeze="full", data=data)
     ript = replace(ript, agent=RIPTConfig(flow_draws=1))
     assert isinstance(ript.agent, RIPTConfig)
     assert activations(ript) > bc, "v_old has keys and values of its own"
@@ -114,8 +117,9 @@ def test_what_an_algorithm_adds_is_seen() -> None:
 
 
 def test_frozen_parts_keep_nothing() -> None:
-    whole, frozen = (changed("bc_aloha_fold", batch_size=32, freeze=rule, **BC) for rule in ("full", "vlm_frozen"))
-    found = plan(frozen, device_gb=139)
+    whole = changed("bc_aloha_fold", batch_size=32, **BC)
+    assert whole.freeze_rule == "full"
+    found = plan(replace(whole, freeze="vlm_frozen"), device_gb=139)
     assert found.peak < plan(whole, device_gb=139).peak / 2
     assert found.trainable < 4e8
     assert found.parts["params/policy"] < 7 * GIB, "frozen weights are bfloat16"
@@ -138,8 +142,7 @@ def test_sharding_divides_what_is_large_and_splits_the_batch() -> None:
 
 
 def test_where_nothing_fits_what_is_suggested_does() -> None:
-    one_camera: dict[str, Any] = {"data": {"cameras": ["base_0_rgb"]}, "model": {"remat": "full"}}
-    config = small("bc_aloha_fold", batch_size=8, agent={"ema_decay": None}, **one_camera)
+    config = small("bc_aloha_fold", batch_size=8, agent={"ema_decay": None}, data={"cameras": ["base_0_rgb"]})
     whole, alone = (plan(replace(config, freeze=rule), device_gb=1) for rule in ("full", "vlm_frozen"))
     one_sample = plan(replace(config, batch_size=1), device_gb=1).peak
     assert alone.peak < one_sample < whole.peak
@@ -168,6 +171,49 @@ def test_the_least_rematerialisation_that_fits_is_chosen() -> None:
         assert plan(alike, device_gb=room, usable_fraction=1.0, choose=True).chosen == remat
     assert choose_remat(config, device_gb=1e-4) == "full", "where nothing fits, what needs least"
     assert choose_remat(config, device_gb=None) == "none", "a CPU"
+
+
+class _Device:
+    """What jax says of the memory of a device."""
+
+    def __init__(self, gib: float | None) -> None:
+        self._stats = None if gib is None else {"bytes_limit": int(gib * GIB)}
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self._stats
+
+
+def remat_on(gib: float | None, remat: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What becomes of a setting where training begins, at batch 32."""
+    monkeypatch.setattr(jax, "local_devices", lambda: [_Device(gib)])
+    model = with_remat(changed("bc_aloha_fold", batch_size=32, model=BC["model"] | {"remat": remat})).model
+    assert isinstance(model, Pi0Config)
+    return model.remat
+
+
+@pytest.mark.parametrize(("gib", "remat"), [(None, "none"), (132, "names"), (76, "full"), (20, "full")])
+def test_auto_is_the_least_recomputation_that_fits(
+    gib: float | None, remat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All weights: nothing recomputed is far too large, and where nothing fits what needs least is tried."""
+    assert Pi0Config().remat == "auto", "it is the default"
+    assert remat_on(gib, "auto", monkeypatch) == remat
+    assert f"model.remat auto: {remat}" in capsys.readouterr().out
+
+
+def test_a_setting_that_was_said_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert remat_on(132, "dots", monkeypatch) == "dots"
+    assert not capsys.readouterr().out
+
+
+def test_where_attention_is_chosen_later_the_larger_is_planned() -> None:
+    config = small("bc_aloha_fold")
+    plain, fused, either = (
+        plan(replace(config, model=replace(config.model, attention=attention)), device_gb=8).peak
+        for attention in ("plain", "xla", "auto")
+    )
+    assert fused != plain
+    assert either == max(fused, plain)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

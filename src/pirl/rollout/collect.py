@@ -81,33 +81,18 @@ def collect(
     same collection tell that the environment did work.
     """
     stats = CollectStats() if stats is None else stats
-    waiting, tries = deque(jobs), dict[int, int]()
+    queue = _Queue(jobs, retries=retries, slots=pool.size, stats=stats)
     running: dict[int, _Running] = {}
-    enough = min(pool.size, len(waiting))
     clock = time.perf_counter()
-
-    def lose(job: Job, reason: str) -> None:
-        tries[job.number] = tries.get(job.number, 0) + 1
-        message = f"episode {job.number} ({job.context.task!r}, initial state {job.context.init}) was lost: {reason}"
-        if tries[job.number] <= retries:
-            waiting.append(job)
-            outlook = "it is repeated"
-        else:
-            stats.lost.append((job, reason))
-            outlook = f"tried {tries[job.number]} times, going on without it"
-            if stats.episodes == 0 and len(stats.lost) >= enough:
-                raise EnvError(message, hint="no episode could be finished: try the environment with pirl.envs.check")
-        warnings.warn(f"{message}; {outlook}", PirlWarning, stacklevel=2)
-
-    while waiting or running:
+    while queue.waiting or running:
         if stop():
             raise CollectionStoppedError
         free = [slot for slot in range(pool.size) if slot not in running]
-        given = {slot: waiting.popleft() for slot in free[: len(waiting)]}
+        given = {slot: queue.waiting.popleft() for slot in free[: len(queue.waiting)]}
         asked = time.perf_counter()
         for slot, begun in pool.start({slot: job.context for slot, job in given.items()}).items() if given else ():
             if isinstance(begun, Lost):
-                lose(given[slot], begun.reason)
+                queue.lose(given[slot], begun.reason)
             else:
                 running[slot] = _Running(given[slot], begun, policy.transform.robot)
         started = time.perf_counter()
@@ -134,10 +119,36 @@ def collect(
                 stats.episodes += 1
                 stats.env_steps += len(finished[-1].episode)
         for job, reason in lost:  # now that all those are counted that were not
-            lose(job, reason)
+            queue.lose(job, reason)
         stats.total_seconds += (now := time.perf_counter()) - clock
         clock = now
         yield from finished
+
+
+class _Queue:
+    """Jobs that nobody works on, and how often each was lost."""
+
+    def __init__(self, jobs: Iterable[Job], *, retries: int, slots: int, stats: CollectStats) -> None:
+        self.waiting = deque(jobs)
+        self._retries, self._stats = retries, stats
+        self._enough = min(slots, len(self.waiting))
+        """So many given up and none finished: it is the environment, not the episode."""
+        self._tries: dict[int, int] = {}
+
+    def lose(self, job: Job, reason: str) -> None:
+        """It came to nothing: at the end of the queue once more, or given up."""
+        tries = self._tries.get(job.number, 0) + 1
+        self._tries[job.number] = tries
+        message = f"episode {job.number} ({job.context.task!r}, initial state {job.context.init}) was lost: {reason}"
+        if tries <= self._retries:
+            self.waiting.append(job)
+            outlook = "it is repeated"
+        else:
+            self._stats.lost.append((job, reason))
+            outlook = f"tried {tries} times, going on without it"
+            if self._stats.episodes == 0 and len(self._stats.lost) >= self._enough:
+                raise EnvError(message, hint="no episode could be finished: try the environment with pirl.envs.check")
+        warnings.warn(f"{message}; {outlook}", PirlWarning, stacklevel=2)
 
 
 class _Running:

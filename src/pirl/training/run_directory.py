@@ -11,7 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from pirl import __version__
-from pirl.errors import CheckpointError
+from pirl.errors import CheckpointError, PirlError
 from pirl.names import PARAMS_ITEM
 from pirl.training.config import ResumeMode
 from pirl.training.distributed import barrier, is_main
@@ -76,15 +76,17 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if (directory / name / PARAMS_ITEM / "_METADATA").is_file())
 
 
-def lock_run(directory: Path) -> FileLock:
-    """The right to write into a run. The system takes it back when the process ends, however it ends."""
+def lock_run(directory: Path, taken: PirlError | None = None) -> FileLock:
+    """The right to write into a folder. The system takes it back when the process ends, however it ends.
+
+    `taken` is raised where another process has it; without, what is said of a run.
+    """
     lock = FileLock(directory / LOCK_FILE)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise CheckpointError(
-            f"another process is training in {directory}", hint="stop it first, or choose another --exp-name"
-        ) from error
+        hint = "stop it first, or choose another --exp-name"
+        raise taken or CheckpointError(f"another process is training in {directory}", hint=hint) from error
     except NotImplementedError:
         pass  # a file system without locks
     return lock

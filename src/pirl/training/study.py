@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import optuna
-from filelock import FileLock, Timeout
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -22,7 +21,7 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import diff, from_dict, to_dict
 from pirl.errors import ConfigError, listing
 from pirl.recipes.space import Choice, Range, Space, changed, current
-from pirl.training.run_directory import LOCK_FILE
+from pirl.training.run_directory import LOCK_FILE, lock_run
 from pirl.training.sinks import JSONL_FILE
 
 JOURNAL_FILE = "study.jsonl"
@@ -141,7 +140,8 @@ class Study:
         if folder.is_dir() and not journal.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise ConfigError(f"{folder} is not a study", hint="choose another name: --study NAME")
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder)
+        hint = "stop it first, or begin another search: --study NAME"
+        self._lock = lock_run(folder, ConfigError(f"another process is searching in {folder}", hint=hint))
         try:
             self._study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(journal))),
@@ -293,19 +293,6 @@ class Study:
 
 def _ends(interval: list[float | None] | None) -> dict[str, Any]:
     return {} if interval is None else {"low": interval[0], "high": interval[1]}
-
-
-def _locked(folder: Path) -> FileLock:
-    lock = FileLock(folder / LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ConfigError(
-            f"another process is searching in {folder}", hint="stop it first, or begin another search: --study NAME"
-        ) from error
-    except NotImplementedError:
-        pass  # a file system without locks
-    return lock
 
 
 def _changes(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
