@@ -91,9 +91,9 @@ class Row:
 ROWS = (
     Row(name="sample-1", what="sample", size=1, num=1, quick=True),
     Row(name="sample-8", what="sample", size=8, num=1),
-    Row(name="sample-32", what="sample", num=1, quick=True),
+    Row(name="sample-32", what="sample", num=1),
     Row(name="best-of-4", what="sample", num=4),
-    Row(name="best-of-32", what="sample", num=32, quick=True),
+    Row(name="best-of-32", what="sample", num=32),
     Row(name="best-of-32-alone", what="sample", size=1, num=32),
     Row(name="bc", what="bc", quick=True),
     Row(name="bc-8", what="bc", size=8),
@@ -369,7 +369,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--only", default="", help="names of rows, separated by commas")
     parser.add_argument("--augment", action="store_true", help="augment pictures (needs augmax)")
-    parser.add_argument("--quick", action="store_true", help="a few rows")
+    parser.add_argument("--quick", action="store_true", help="three rows, compiled at the same time")
     parser.add_argument("--list", action="store_true", help="the names of the rows, and nothing else")
     parser.add_argument("--threads", type=int, default=1, help="programs to compile at a time, before any runs")
     parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
@@ -377,6 +377,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     args = parser.parse_args()
+    args.threads = max(args.threads, 3) if args.quick else args.threads
     unknown = set(filter(None, args.only.split(","))) - {row.name for row in ROWS}
     if unknown:
         parser.error(f"no row is called {', '.join(sorted(unknown))}; --list names them")

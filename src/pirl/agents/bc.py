@@ -75,7 +75,7 @@ class BC:
         return flow.sample(self.policy, params, context, noise, num_steps=self.flow_steps)[:, 0]
 
     def _inputs(self, batch: Any, key: Array) -> tuple[Observation, Array, flow.Draws]:
-        # OpenPI's order of keys, so that the same key gives the same step.
+        # OpenPI's order of keys: the same key gives the same pictures and noise, but not times (`flow.draw`).
         augment_key, noise_key, time_key = jax.random.split(key, 3)
         observation = Observation.from_dict(batch["observations"])
         observation = self.policy.prepare(observation, augment_key if self.config.augment else None)

@@ -234,13 +234,9 @@ class RIPT:
             raise ConfigError(f"guidance {scale} with loss {self.config.loss!r}", hint="only `cfg` has two branches")
         context = self.policy.encode(state.policy, observation)
         noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
-
-        def field(params: Params) -> flow.Velocity:
-            return lambda x, t: self.policy.velocity(params, context, x, t)
-
-        velocity = field(self.inference_params(state))
+        velocity = flow.field(self.policy, self.inference_params(state), context)
         if scale != 1:
-            velocity = flow.guided(velocity, field(state.policy), scale)
+            velocity = flow.guided(velocity, flow.field(self.policy, state.policy, context), scale)
         return flow.euler(velocity, noise, self.flow_steps)[:, 0]
 
     # The condition of `cfg`
