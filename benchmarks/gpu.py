@@ -45,7 +45,7 @@ from pirl.training.config import AdamW, ConstantSchedule, CosineSchedule
 from pirl.training.flops import count_flops
 from pirl.training.optim import make_optimizer, make_schedule
 from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
-from pirl.training.step import Step, shared
+from pirl.training.step import Step
 
 GIB = 2**30
 LONGEST = 10.0
@@ -259,7 +259,7 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
     init = jax.jit(lambda: agent.init(jax.random.key(0)), out_shardings=state_shardings(mesh, state))
     spread = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=data_sharding(mesh)), data)
     return Job(
-        make=lambda: (shared(init()), jax.device_put(make_batch(), data_sharding(mesh))),
+        make=lambda: (step.shared(init()), jax.device_put(make_batch(), data_sharding(mesh))),
         program=step.lower(sharded_shapes(mesh, state), spread, key),
         step=step,
         flop=count_flops(make_agent(counted, row, augment=augment).update, state, data, key),

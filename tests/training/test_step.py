@@ -17,7 +17,7 @@ from pirl.recipes import get_config
 from pirl.training.build import build_agent
 from pirl.training.plan import batch_shapes
 from pirl.training.sharding import make_mesh, state_shardings
-from pirl.training.step import Step, handed_through, shared
+from pirl.training.step import Step, handed_through
 
 
 def config(**change: Any) -> RLTrainConfig:
@@ -46,7 +46,8 @@ def test_frozen_weights_are_not_copied_and_the_rest_is_as_without(frozen: tuple[
     init = jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))
     plain, plain_metrics = jax.jit(agent.update)(init(key), data, key)
 
-    step, state = Step(agent, mesh, shapes), shared(init(key))
+    step = Step(agent, mesh, shapes)
+    state = step.shared(init(key))
     before = pointers(state.params["policy"])
     assert len(before) > 10
     given = state.params["policy"]["action_out_proj"]["kernel"]

@@ -33,16 +33,16 @@ def over_layers(
             return jax.lax.scan(run, carry, (cast, numbers))
         # To scan over some of the layers would copy them. So each turn takes its own out of all; what is scanned over
         # is never read, and only brings gradients back. What is frozen is kept in bfloat16 and has none.
-        whole, structure = jax.tree.flatten(cast)
+        leaves, structure = jax.tree.flatten(cast)
         trains = [x.dtype != jnp.bfloat16 for x in jax.tree.leaves(layers)]
+        whole = [jax.lax.stop_gradient(w) if trained else w for w, trained in zip(leaves, trains, strict=True)]
+        scanned = [w[: len(numbers)] if trained else None for w, trained in zip(leaves, trains, strict=True)]
 
         def turn(carry: Any, x: tuple[list[Any], Any]) -> tuple[Any, Any]:
-            scanned, number = x
-            layer = [w[number] if s is None else _taken(w[number], s) for w, s in zip(whole, scanned, strict=True)]
+            places, number = x
+            layer = [w[number] if s is None else _taken(w[number], s) for w, s in zip(whole, places, strict=True)]
             return block(carry, jax.tree.unflatten(structure, layer), number)
 
-        scanned = [w[: len(numbers)] if trained else None for w, trained in zip(whole, trains, strict=True)]
-        whole = [jax.lax.stop_gradient(w) if trained else w for w, trained in zip(whole, trains, strict=True)]
         return jax.lax.scan(rematerialised(turn, remat), carry, (scanned, numbers))
     outs = []
     for number, layer in enumerate(layers[: len(layers) - leave_out]):

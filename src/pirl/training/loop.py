@@ -32,7 +32,7 @@ from pirl.training.progress import Progress
 from pirl.training.run_metadata import run_metadata
 from pirl.training.sharding import check_batch, make_mesh, sharded_shapes, state_shardings
 from pirl.training.sinks import RunInfo
-from pirl.training.step import Step, shared
+from pirl.training.step import Step
 from pirl.training.streams import Stream
 from pirl.training.watchdog import Watchdog
 
@@ -80,7 +80,7 @@ def train(
                 stream.restore(extra["stream"])
             else:
                 state, extra = initial_state(config, agent, mesh, shapes, init_key), {}
-            return run(config, agent, update, shared(state), stream, checkpoints, train_key, extra, evaluator)
+            return run(config, agent, update, update.shared(state), stream, checkpoints, train_key, extra, evaluator)
 
 
 def run(

@@ -5,7 +5,6 @@ output is promised. It is therefore handed in beside the rest, and what comes ou
 of frozen weights is these weights, and not a second copy.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -53,10 +52,12 @@ class Step:
 
         `program` is what `lower` gave, compiled: for those who want to do that beforehand.
         """
-        leaves = jax.tree.leaves(state)
         changing, metrics = (program or self._program)(*self._split(state), batch, key)
-        kept = [leaves[self._origin[leaf]] for leaf in sorted(self._origin)]
-        return jax.tree.unflatten(self._structure, self._joined(changing, kept)), metrics
+        return jax.tree.unflatten(self._structure, self._joined(changing, self._kept(state))), metrics
+
+    def shared(self, state: TrainState) -> TrainState:
+        """The same state with frozen weights in memory once, as it is after every step."""
+        return jax.tree.unflatten(self._structure, self._joined(self._split(state)[0], self._kept(state)))
 
     def lower(self, state: TrainState, batch: Any, key: jax.Array) -> jax.stages.Lowered:
         """The program for these shapes, to be looked at."""
@@ -71,6 +72,10 @@ class Step:
         leaves = jax.tree.leaves(state)
         changing = [leaf for number, leaf in enumerate(leaves) if number not in self._origin]
         return changing, [leaves[number] for number in sorted(self._origin)]
+
+    def _kept(self, state: TrainState) -> list[Any]:
+        leaves = jax.tree.leaves(state)
+        return [leaves[self._origin[number]] for number in sorted(self._origin)]
 
     def _joined(self, changing: list[Any], frozen: list[Any]) -> list[Any]:
         parts = {True: iter(frozen), False: iter(changing)}
@@ -97,12 +102,3 @@ def handed_through(agent: Agent, shapes: TrainState) -> dict[int, int]:
         for after, before, leaf in zip(*map(jax.tree.leaves, (afters, befores, leaves)), strict=True)
         if leaf.dtype == jnp.bfloat16
     }
-
-
-def shared(state: TrainState) -> TrainState:
-    """The state with frozen weights in memory once: those of the average are the policy's own."""
-
-    def average(tree: Any, params: Any) -> Any:
-        return jax.tree.map(lambda old, new: new if new.dtype == jnp.bfloat16 else old, tree, params)
-
-    return replace(state, ema={name: average(tree, state.params[name]) for name, tree in state.ema.items()})
