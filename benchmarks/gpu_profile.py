@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# Recorded into command buffers, kernels would lose the names of their operations. A step takes about 1 % longer without.
+# Recorded into command buffers, kernels lose the names of their operations. A step takes about 1 % longer without.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 
 import gpu
