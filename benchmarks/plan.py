@@ -254,9 +254,9 @@ def formula(config: RLTrainConfig, fsdp: int) -> dict[str, float]:
     assert isinstance(model, Pi0Config)
     encodes, flows, sampled = 1, 1, 0
     if isinstance(agent, ACRLPDConfig):
-        # The next observation; the average's field; candidates at s and s', from weights gathered before the loop, in
-        # float32 (seen in the compiled program).
-        encodes, flows = 2, 1 + int(agent.policy_ema_decay is not None)
+        # The next observation; candidates at s and s', from weights gathered before the loop, in float32 (seen in the
+        # compiled program), and before them π₀'s token of the state.
+        encodes, flows = 2, 1 if model.pi05 else 3
         sampled = 2 * 2
     elif isinstance(agent, RIPTConfig):
         encodes, flows = 2, 2
