@@ -83,11 +83,9 @@ class VectorisedEnvs:
     """Acts in all slots or fails as a whole; if `wrong`, there is a reward too few."""
 
     def __init__(self, size: int, *, wrong: bool = False) -> None:
-        self.inner = SeparateEnvs([CountingEnv() for _ in range(size)])
+        self.inner = inner = SeparateEnvs([CountingEnv() for _ in range(size)])
         self.wrong = wrong
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        vars(self).update(vars(inner), begin=inner.begin, observe=inner.observe, close=inner.close)
 
     def act(self, slots: list[int], actions: np.ndarray) -> Outcomes:
         outcomes = self.inner.act(slots, actions)

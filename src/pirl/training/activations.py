@@ -261,7 +261,13 @@ def _programs(equation: Any) -> tuple[list[Jaxpr], range]:
         case "cond":
             return [branch.jaxpr for branch in params["branches"]], range(0)
         case "scan":
-            first = params["num_consts"]
-            return [params["jaxpr"].jaxpr], range(first, first + params["num_carry"])
+            # Versions of jax name the counts differently. What is stacked has an axis more outside than in a turn.
+            body = params["jaxpr"].jaxpr
+
+            def stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+                return sum(a.aval.ndim > b.aval.ndim for a, b in zip(outside, inside, strict=True))
+
+            stop = len(body.invars) - stacked(equation.invars, body.invars)
+            return [body], range(stop - len(body.outvars) + stacked(equation.outvars, body.outvars), stop)
     first = params["cond_nconsts"] + params["body_nconsts"]
     return [params["body_jaxpr"].jaxpr], range(first, len(equation.invars))
