@@ -63,7 +63,10 @@ def test_frozen_weights_are_not_copied_and_the_rest_is_as_without(frozen: tuple[
 
     layers = shapes.params["policy"]["PaliGemma"]["llm"]["layers"]["mlp"]["gating_einsum"]
     copied = re.compile(re.escape(f"= bf16[{','.join(map(str, layers.shape))}]") + r"\S* copy\(")
-    assert not copied.search(step.lower(shapes, data, key).compile().as_text())
+    lowered = step.lower(shapes, data, key)
+    arguments = len(jax.tree.leaves((shapes, data, key))) - len(before)
+    assert len(jax.tree.leaves(lowered.args_info)) == arguments, "the average's frozen weights are no arguments"
+    assert not copied.search(lowered.compile().as_text())
     given_away = jax.jit(agent.update, donate_argnums=0).lower(shapes, data, key).compile()
     assert len(copied.findall(given_away.as_text())) == 2, "the policy's and its average's, if they are not kept apart"
 

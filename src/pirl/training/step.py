@@ -14,6 +14,7 @@ from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
 from pirl.agents.bc import BC
 from pirl.agents.ript import RIPT
+from pirl.models.pi0 import Pi0
 from pirl.models.placement import batch_on
 from pirl.training import compiler
 from pirl.training.sharding import data_sharding, replicated, state_shardings
@@ -26,8 +27,10 @@ class Step:
         """`shapes` is the state's, as `jax.eval_shape` gives it."""
         self._structure, self._count = jax.tree.structure(shapes), len(jax.tree.leaves(shapes))
         self._origin = handed_through(agent, shapes)
+        self._read = sorted(set(self._origin.values()))
         changing, frozen = self._split(state_shardings(mesh, shapes))
         batches, everywhere = data_sharding(mesh), replicated(mesh)
+        transformer = isinstance(getattr(agent, "policy", None), Pi0)
 
         def update(changing: list[Any], frozen: list[Any], batch: Any, key: jax.Array) -> tuple[list[Any], Any]:
             leaves = self._joined(changing, frozen)
@@ -42,7 +45,7 @@ class Step:
             in_shardings=(changing, frozen, batches, everywhere),
             out_shardings=(changing, everywhere),
             donate_argnums=0,
-            compiler_options=compiler.options() or None,
+            compiler_options=compiler.options(all_trains=transformer and not self._origin) or None,
         )
 
     def __call__(
@@ -52,12 +55,13 @@ class Step:
 
         `program` is what `lower` gave, compiled: for those who want to do that beforehand.
         """
-        changing, metrics = (program or self._program)(*self._split(state), batch, key)
-        return jax.tree.unflatten(self._structure, self._joined(changing, self._kept(state))), metrics
+        changing, frozen = self._split(state)
+        changing, metrics = (program or self._program)(changing, frozen, batch, key)
+        return jax.tree.unflatten(self._structure, self._joined(changing, frozen)), metrics
 
     def shared(self, state: TrainState) -> TrainState:
         """The same state with frozen weights in memory once, as it is after every step."""
-        return jax.tree.unflatten(self._structure, self._joined(self._split(state)[0], self._kept(state)))
+        return jax.tree.unflatten(self._structure, self._joined(*self._split(state)))
 
     def lower(self, state: TrainState, batch: Any, key: jax.Array) -> jax.stages.Lowered:
         """The program for these shapes, to be looked at."""
@@ -71,15 +75,11 @@ class Step:
     def _split(self, state: Any) -> tuple[list[Any], list[Any]]:
         leaves = jax.tree.leaves(state)
         changing = [leaf for number, leaf in enumerate(leaves) if number not in self._origin]
-        return changing, [leaves[number] for number in sorted(self._origin)]
-
-    def _kept(self, state: TrainState) -> list[Any]:
-        leaves = jax.tree.leaves(state)
-        return [leaves[self._origin[number]] for number in sorted(self._origin)]
+        return changing, [leaves[number] for number in self._read]
 
     def _joined(self, changing: list[Any], frozen: list[Any]) -> list[Any]:
-        parts = {True: iter(frozen), False: iter(changing)}
-        return [next(parts[number in self._origin]) for number in range(self._count)]
+        rest, read = iter(changing), dict(zip(self._read, frozen, strict=True))
+        return [read[self._origin[n]] if n in self._origin else next(rest) for n in range(self._count)]
 
 
 def handed_through(agent: Agent, shapes: TrainState) -> dict[int, int]:
