@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from pirl.errors import ConfigError
-from pirl.models import attention, flow
+from pirl.models import attention, flow, gemma
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config, SigLIPConfig
 from pirl.models.observation import Observation
 from pirl.models.params import flatten, nest
 from pirl.models.pi0 import Pi0, declare, param_shapes
 from pirl.models.policy import Preparing
+from pirl.models.remat import FUSED_FORWARD
 
 VLM = GemmaConfig(width=24, depth=3, mlp_dim=32, num_heads=4, num_kv_heads=2, head_dim=8)
 EXPERT = replace(VLM, width=16, mlp_dim=20)
@@ -123,6 +124,31 @@ def test_gradients_of_fused_attention_and_of_a_layer_left_out() -> None:
         np.testing.assert_allclose(value, plain[path], rtol=2e-4, atol=2e-6, err_msg=path)
 
 
+@pytest.mark.parametrize("tile", [1, 16])
+def test_a_single_sequence_attends_as_one_of_several(tile: int) -> None:
+    """Its keys lie in one array with the shared ones, padded: by hand, and as the first of two."""
+    rng = np.random.default_rng(3)
+    batch, own, shared, heads, kv_heads, dim = 2, 3, 5, 4, 2, 8
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    q, k, v = draw(batch, 2, own, heads, dim), draw(batch, 2, own, kv_heads, dim), draw(batch, 2, own, kv_heads, dim)
+    shared_k, shared_v = draw(batch, shared, kv_heads, dim), draw(batch, shared, kv_heads, dim)
+    real = jnp.asarray([[True] * 5, [True, True, False, True, False]])
+    allowed = jnp.asarray([[True, False, False], [True, True, True], [True, True, True]])
+    both = gemma.joint_attention(q, k, v, shared_k, shared_v, real, allowed, tile)
+    first = gemma.joint_attention(q[:, :1], k[:, :1], v[:, :1], shared_k, shared_v, real, allowed, tile)
+    np.testing.assert_allclose(first, both[:, :1], rtol=1e-5, atol=1e-6)
+    for sample, query, head in np.ndindex(batch, own, heads):
+        group = head // (heads // kv_heads)
+        keys = np.concatenate([shared_k[sample, :, group], k[sample, 0, :, group]])
+        values = np.concatenate([shared_v[sample, :, group], v[sample, 0, :, group]])
+        seen = np.concatenate([real[sample], allowed[query]])
+        weight = np.where(seen, np.exp(keys @ np.asarray(q[sample, 0, query, head])), 0)
+        np.testing.assert_allclose(first[sample, 0, query, head], weight @ values / weight.sum(), rtol=1e-4, atol=1e-5)
+
+
 def test_real_tokens_come_first_and_lose_nothing() -> None:
     mask = jnp.asarray([[False, True, True, False, True], [True] * 5, [False] * 5])
     x = jnp.arange(15.0).reshape(3, 5, 1)
@@ -210,7 +236,7 @@ def test_fused_attention_is_lowered_for_a_gpu_and_not_recomputed(remat: Any, for
 
     traced = jax.jit(jax.grad(loss)).trace(param_shapes(config))
     names = [equation.primitive.name for equation in equations(traced.jaxpr)]
-    assert names.count(attention.FUSED_FORWARD) == forward
+    assert names.count(FUSED_FORWARD) == forward
     assert names.count("dot_product_attention_bwd_wrapper") == 3
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmaxBackward" in text
@@ -235,7 +261,7 @@ def test_the_sampling_loop_only_reads_weights(num: int, kernels: int) -> None:
         if equation.primitive.name == "scan" and equation.params["length"] == 10
     )
     inside = list(equations(loop.jaxpr))
-    assert sum(equation.primitive.name == attention.FUSED_FORWARD for equation in inside) == kernels
+    assert sum(equation.primitive.name == FUSED_FORWARD for equation in inside) == kernels
     matrices = {leaf.shape[1:] for leaf in jax.tree.leaves(param_shapes(config)["PaliGemma"]["llm"]["layers"])}
     matrices |= {(16, 8 * 16), (4 * 16, 16), (16, 40), (20, 16)}  # side by side
     for equation in inside:

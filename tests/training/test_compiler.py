@@ -12,9 +12,10 @@ def test_none_without_a_gpu() -> None:
 
 def test_what_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "cuda_capability", lambda: (9, 0))
-    monkeypatch.setattr(compiler, "WANTED", compiler.WANTED | {"xla_gpu_no_such_thing": True})
+    wanted = dict(compiler.WANTED)
+    monkeypatch.setattr(compiler, "WANTED", wanted | {"xla_gpu_no_such_thing": True})
     compiler.options.cache_clear()
-    found = compiler.options()
+    found, more = compiler.options(), compiler.options(all_trains=True)
     compiler.options.cache_clear()
-    assert "xla_gpu_no_such_thing" not in found
-    assert found == {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
+    assert found == wanted
+    assert more == wanted | compiler.WHERE_ALL_TRAINS

@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from pirl.errors import ConfigError
 from pirl.models.config import Pi0Config
+from pirl.models.remat import kept
 
 Kernel = Literal["xla", "cudnn"]
 
@@ -29,8 +29,6 @@ class Part(NamedTuple):
 HOPPER = (9, 0)
 OLDEST = (8, 0)
 """First generation with bfloat16 kernels."""
-FUSED_FORWARD = "dot_product_attention_fwd_wrapper"
-"""jax's name for the primitive of cuDNN's forward pass, for rematerialisation to keep what it leaves."""
 
 
 def kernel(config: Pi0Config, head_dim: int, tokens: int = 0) -> Kernel | None:
@@ -80,7 +78,7 @@ def fused(
     """Every query attends to its sample's first `lengths` keys, or to all; query heads share key heads in groups."""
     out = jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=how)
     # What cuDNN leaves is kept by its primitive (`remat.py`); under a name as well it would be kept twice.
-    return out if how == "cudnn" else checkpoint_name(out, "attention")
+    return out if how == "cudnn" else kept(out, "attention")
 
 
 def partial(

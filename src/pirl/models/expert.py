@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float
 from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.gemma import (
-    MASKED,
     Rotation,
     expert_layers,
     grouped,
@@ -166,28 +165,10 @@ def _plain(
     """Logits in memory; the shared part is not replicated."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        return joint_attention(q, k, v, shared_k, shared_v, real, jnp.ones((q.shape[2], k.shape[2]), bool))
+        seen = jnp.ones((q.shape[2], k.shape[2]), bool)
+        return joint_attention(q, k, v, shared_k, shared_v, real, seen, WHOLE)
 
-    def alone(q: Array, k: Array, v: Array) -> Array:
-        # One candidate: all keys in one array, each query's logits in a row, nothing left for the compiler to pad or to
-        # turn, so that a block launches as few kernels as it can.
-        batch, _, length, kv_heads, head_dim = k.shape
-        gap = -(length + shared_k.shape[1]) % WHOLE
-
-        def joined(own: Array, shared: Array) -> Array:
-            return jnp.concatenate([own[:, 0], jnp.zeros((batch, gap, kv_heads, head_dim), own.dtype), shared], axis=1)
-
-        seen = jnp.concatenate(
-            [jnp.broadcast_to(jnp.arange(length + gap) < length, (batch, length + gap)), real], axis=1
-        )
-        queries = grouped(q, k)[:, 0].swapaxes(1, 2)
-        rows = queries.reshape(batch, kv_heads, -1, head_dim)
-        logits = jnp.einsum("bkqh,bskh->bkqs", rows, joined(k, shared_k), preferred_element_type=jnp.float32)
-        probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1).astype(v.dtype)
-        out = jnp.einsum("bkqs,bskh->bkqh", probs, joined(v, shared_v))
-        return out.reshape(queries.shape).swapaxes(1, 2).reshape(q.shape)
-
-    return lambda q, k, v: (alone if q.shape[1] == 1 else attend)(q, k, v)
+    return attend
 
 
 def _fused(

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import layer_at, over_layers
+from pirl.models.remat import kept, layer_at, over_layers
 
 MASKED = -2.3819763e38
 """Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
@@ -110,7 +109,7 @@ def encode_prefix(
     attend = _prefix_attention(config, mask)
     layers: Any = params["layers"]
     if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
-        layers = expert_layers(layers, 0)
+        layers = _apart(expert_layers(layers, 0), x.dtype)
     skip = feature_layer <= last and c.depth > 1
 
     def begin(w: Params, x: Array) -> tuple[Array, Array, Array]:
@@ -145,7 +144,7 @@ def _prefix_attention(config: Pi0Config, mask: Bool[Array, "B P"]) -> Callable[[
     def plain(q: Array, k: Array, v: Array) -> Array:
         logits = jnp.einsum("btkgh,bskh->bkgts", grouped(q, k), k, preferred_element_type=jnp.float32)
         probs = jax.nn.softmax(jnp.where(mask[:, None, None, None, :], logits, MASKED), axis=-1).astype(v.dtype)
-        return checkpoint_name(jnp.einsum("bkgts,bskh->btkgh", probs, v).reshape(q.shape), "attention")
+        return kept(jnp.einsum("bkgts,bskh->btkgh", probs, v).reshape(q.shape), "attention")
 
     return plain
 
@@ -182,7 +181,7 @@ def run_suffix(
         attended = attend(q, k, v, prefix_k, prefix_v)
         return _after_attention(weights, c, x, attended, gate=gate, cond=cond), (k, v)
 
-    layers = (expert_layers(params["layers"], 1), keys, values)
+    layers = (_apart(expert_layers(params["layers"], 1), x.dtype), keys, values)
     x, (own_keys, own_values) = over_layers(block, x, layers, config.remat, x.dtype)
     out, _ = rms_norm(params["final_norm_1"], x, cond)
     return Suffix(out, own_keys, own_values)
@@ -196,24 +195,59 @@ def joint_attention(
     shared_v: Float[Array, "B P K h"],
     shared_mask: Bool[Array, "B P"],
     own_mask: Bool[Array, "T S"],
+    tile: int = 1,
 ) -> Float[Array, "B N T n h"]:
     """N sequences attend to the keys they share, which are not replicated, and each to its own.
 
     The softmax spans both, so logits are joined before it and separated after it. Each query's logits lie in a row:
-    left to the compiler they may lie in a column, where a softmax is slow.
+    left to the compiler they may lie in a column, where a softmax is slow. The few keys of a single sequence join the
+    others in one array instead, padded to a multiple of `tile`: then a block launches as few kernels as it can.
     """
     by_key = jnp.moveaxis(grouped(q, k), 3, 1)  # B K N T g h
     (batch, heads, num, *_, dim), count = by_key.shape, shared_k.shape[1]
-    rows, apart = by_key.reshape(batch, heads, -1, dim), by_key.reshape(batch, heads, num, -1, dim)
+    rows, own_mask = by_key.reshape(batch, heads, -1, dim), jnp.repeat(own_mask, by_key.shape[4], axis=0)
+    if num == 1:
+        out = _single_attention(rows, k[:, 0], v[:, 0], shared_k, shared_v, shared_mask, own_mask, tile)
+        return jnp.moveaxis(out.reshape(by_key.shape), 1, 3).reshape(q.shape)
+    apart = by_key.reshape(batch, heads, num, -1, dim)
     to_shared = jnp.einsum("bkqh,bskh->bkqs", rows, shared_k, preferred_element_type=jnp.float32)
     to_own = jnp.einsum("bknqh,bnskh->bknqs", apart, k, preferred_element_type=jnp.float32)
-    to_own = jnp.where(jnp.repeat(own_mask, by_key.shape[4], axis=0), to_own, MASKED)
+    to_own = jnp.where(own_mask, to_own, MASKED)
     to_shared = jnp.where(shared_mask[:, None, None], to_shared, MASKED)
     logits = jnp.concatenate([to_shared, to_own.reshape(*rows.shape[:3], -1)], axis=-1)
     probs = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkqs,bskh->bkqh", probs[..., :count], shared_v)
     own = jnp.einsum("bknqs,bnskh->bknqh", probs[..., count:].reshape(to_own.shape), v)
     return jnp.moveaxis((out + own.reshape(out.shape)).reshape(by_key.shape), 1, 3).reshape(q.shape)
+
+
+def _single_attention(
+    rows: Float[Array, "B K q h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
+    shared_k: Float[Array, "B P K h"],
+    shared_v: Float[Array, "B P K h"],
+    shared_mask: Bool[Array, "B P"],
+    own_mask: Bool[Array, "q S"],
+    tile: int,
+) -> Float[Array, "B K q h"]:
+    batch, length, heads, dim = k.shape
+    gap = -(length + shared_k.shape[1]) % tile
+
+    def joined(own: Array, shared: Array) -> Array:
+        return jnp.concatenate([own, jnp.zeros((batch, gap, heads, dim), own.dtype), shared], axis=1)
+
+    own_mask = jnp.pad(own_mask, ((0, 0), (0, gap)))
+    seen = jnp.concatenate(
+        [
+            jnp.broadcast_to(own_mask, (batch, *own_mask.shape)),
+            jnp.broadcast_to(shared_mask[:, None], (batch, len(own_mask), shared_k.shape[1])),
+        ],
+        axis=-1,
+    )
+    logits = jnp.einsum("bkqh,bskh->bkqs", rows, joined(k, shared_k), preferred_element_type=jnp.float32)
+    probs = jax.nn.softmax(jnp.where(seen[:, None], logits, MASKED), axis=-1).astype(v.dtype)
+    return jnp.einsum("bkqs,bskh->bkqh", probs, joined(v, shared_v))
 
 
 def _suffix_attention(
@@ -223,7 +257,7 @@ def _suffix_attention(
 
     def plain(q: Array, k: Array, v: Array, prefix_k: Array, prefix_v: Array) -> Array:
         allowed = suffix_mask[: q.shape[2], : k.shape[2]]
-        return checkpoint_name(joint_attention(q, k, v, prefix_k, prefix_v, prefix_mask, allowed), "attention")
+        return kept(joint_attention(q, k, v, prefix_k, prefix_v, prefix_mask, allowed), "attention")
 
     # π₀'s state comes first and sees no action; all actions see everything.
     alone, heads = 0 if config.pi05 else 1, config.expert.num_heads // config.expert.num_kv_heads
@@ -270,14 +304,25 @@ def expert_layers(layers: Params, expert: int) -> Params:
     }
 
 
+def _apart(layers: Params, dtype: jnp.dtype) -> Params:
+    """Stacked weights with gate and up, which multiply one by one, in two stacks: a product reads its own in place.
+
+    Only where the loop casts them anyway: otherwise it would be a copy.
+    """
+    both = layers["mlp"]["gating_einsum"]
+    if both.dtype == dtype:
+        return layers
+    return layers | {"mlp": layers["mlp"] | {"gating_einsum": [both[:, 0], both[:, 1]]}}
+
+
 def _queries(w: Params, config: GemmaConfig, h: Float[Array, "... T W"], turn: Rotation) -> Array:
     q = _einsum("...td,ndh->...tnh", h, w["q_einsum"], config.attn_lora)
-    return checkpoint_name(rope(q, turn) * config.head_dim**-0.5, "qkv")
+    return kept(rope(q, turn) * config.head_dim**-0.5, "qkv")
 
 
 def _keys_values(w: Params, config: GemmaConfig, h: Float[Array, "... T W"], turn: Rotation) -> tuple[Array, Array]:
     k, v = _einsum("...td,ckdh->c...tkh", h, w["kv_einsum"], config.attn_lora)
-    return checkpoint_name(rope(k, turn), "qkv"), checkpoint_name(v, "qkv")
+    return kept(rope(k, turn), "qkv"), kept(v, "qkv")
 
 
 def _after_attention(
@@ -291,7 +336,7 @@ def _after_attention(
 ) -> Float[Array, "... T W"]:
     """The rest of a block: output projection, residual, norm, gated feed-forward, residual."""
     x = residual(x, _einsum("...tnh,nhd->...td", attended, w["attn"]["attn_vec_einsum"], config.attn_lora), gate)
-    x = checkpoint_name(x, "attended")
+    x = kept(x, "attended")
     h, gate = rms_norm(w["pre_ffw_norm"], x, cond)
     return residual(x, _feed_forward(w["mlp"], h), gate)
 
@@ -365,6 +410,6 @@ def _feed_forward(params: Params, x: Float[Array, "... T W"]) -> Float[Array, ".
         out = by_sample(x @ weight(name))
         return out + (x @ weight(f"{name}_lora_a")) @ weight(f"{name}_lora_b") if f"{name}_lora_a" in params else out
 
-    gate = checkpoint_name(dot(x, "gating_einsum", 0), "gate")
-    up = checkpoint_name(dot(x, "gating_einsum", 1), "up")
+    gate = kept(dot(x, "gating_einsum", 0), "gate")
+    up = kept(dot(x, "gating_einsum", 1), "up")
     return dot(jax.nn.gelu(gate, approximate=True) * up, "linear")

@@ -5,15 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from pirl.models.attention import FUSED_FORWARD
 from pirl.models.config import Remat
 
 Block = Callable[..., Any]
 
 SAVED_NAMES = ("gate", "up", "qkv", "attention", "attended", "vision_qkv", "vision_up", "vision_attended")
-"""`checkpoint_name`s of the projections that cost most to recompute."""
+"""Names under which the projections that cost most to recompute are `kept`."""
+FUSED_FORWARD = "dot_product_attention_fwd_wrapper"
+"""jax's name for the primitive of cuDNN's forward pass: what it leaves is kept too."""
 
 
 def over_layers(
@@ -58,6 +60,15 @@ def _taken(weight: Array, scanned: Array) -> Array:
 
 
 _taken.defvjp(lambda weight, scanned: (weight, None), lambda _, gradient: (jnp.zeros_like(gradient), gradient))
+
+
+def kept(x: Array, name: str) -> Array:
+    """The same, kept under a name.
+
+    What is kept is its negative. A product that the loop keeps as it is would be computed twice on a GPU: once written
+    in place, once for who reads it now. Twice negated, nothing is left of it for the latter.
+    """
+    return -checkpoint_name(-x, name)
 
 
 def layer_at(layers: Any, number: Any) -> Any:

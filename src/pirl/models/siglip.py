@@ -4,14 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pirl.models import attention
 from pirl.models.config import Pi0Config, SigLIPConfig
 from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixed, xavier_uniform, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import over_layers
+from pirl.models.remat import kept, over_layers
 
 
 def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[str, Leaf]:
@@ -58,8 +57,8 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
     def block(x: Array, w: Params, _: Any) -> tuple[Array, None]:
         x = by_sample(x)
         x = x + _attention(w["MultiHeadDotProductAttention_0"], _layer_norm(w["LayerNorm_0"], x), how)
-        x = checkpoint_name(x, "vision_attended")
-        h = checkpoint_name(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
+        x = kept(x, "vision_attended")
+        h = kept(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
         return x + _dense(w["MlpBlock_0"]["Dense_1"], jax.nn.gelu(h, approximate=True)), None
 
     x, _ = over_layers(block, x, params["Transformer"]["encoderblock"], config.remat, dtype)
@@ -85,7 +84,20 @@ def _layer_norm(params: Params, x: Float[Array, "B P W"]) -> Float[Array, "B P W
 
 
 def _dense(params: Params, x: Float[Array, "B P I"]) -> Float[Array, "B P O"]:
-    return x @ params["kernel"].astype(x.dtype) + params["bias"].astype(x.dtype)
+    return _biased(x @ params["kernel"].astype(x.dtype), params["bias"].astype(x.dtype))
+
+
+@jax.custom_vjp
+def _biased(x: Float[Array, "B P W"], bias: Float[Array, "W"]) -> Float[Array, "B P W"]:
+    return x + bias
+
+
+def _summed(_: None, gradient: Float[Array, "B P W"]) -> tuple[Float[Array, "B P W"], Float[Array, "W"]]:
+    # The sum is taken of what lies in memory: fused with what the gradient comes from, that would run twice.
+    return gradient, jax.lax.optimization_barrier(gradient).sum((0, 1))
+
+
+_biased.defvjp(lambda x, bias: (x + bias, None), _summed)
 
 
 def _attention(params: Params, x: Float[Array, "B P W"], how: attention.Kernel | None) -> Float[Array, "B P W"]:
@@ -95,7 +107,7 @@ def _attention(params: Params, x: Float[Array, "B P W"], how: attention.Kernel |
         flat = {"kernel": w["kernel"].reshape(x.shape[-1], -1), "bias": w["bias"].reshape(-1)}
         return _dense(flat, x).reshape(*x.shape[:-1], *heads)
 
-    q, k, v = (checkpoint_name(project(name), "vision_qkv") for name in ("query", "key", "value"))
+    q, k, v = (kept(project(name), "vision_qkv") for name in ("query", "key", "value"))
     if how is None:
         # Unlike Gemma's, this softmax is taken in the activations' type.
         logits = jnp.einsum("bqnh,bknh->bnqk", q / jnp.sqrt(q.shape[-1]).astype(q.dtype), k)
