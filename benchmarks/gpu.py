@@ -4,7 +4,8 @@
     PYTHONPATH=src python benchmarks/gpu.py --only bc,awr --markdown out.md      these rows
     PYTHONPATH=src python benchmarks/gpu.py --list                               what rows there are
 
-Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up. Operations
+Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up; of
+steps, the time from the end of one to the end of the next. Operations
 are the model's own, without what rematerialisation repeats; their share is of the rate of one large bfloat16 product,
 measured first. Memory is the program's as compiled: arguments, results and temporaries. With `--threads` all programs
 are compiled before the first runs, several at a time: sooner done, but each takes longer than it would alone.
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -280,18 +282,23 @@ def measure(row: Row, work: Job, run: Any, seconds: float, repeats: int) -> dict
         beside = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
         found["gib"] = (memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes) / GIB
     (state, data), key = work.make(), jax.random.key(2)
-    times: list[float] = []
+    # As in training, the next step is on its way to the device before one has ended there; a sample is waited for.
+    in_flight, waiting = int(work.step is not None), deque[Any]()
+    ends = [time.perf_counter()]
     for index in range(repeats + 1):
-        begin = time.perf_counter()
         if work.step is None:
-            jax.block_until_ready(run(state, data, key))
+            waiting.append(run(state, data, key))
         else:
             state, metrics = work.step(state, data, key, run)
-            jax.block_until_ready((state, metrics))
-        times.append(time.perf_counter() - begin)
-        if index >= 3 and sum(times) > LONGEST:
+            waiting.append(metrics)
+        last = index == repeats or (index > 3 and ends[-1] - ends[0] > LONGEST)
+        while len(waiting) > (0 if last else in_flight):
+            jax.block_until_ready(waiting.popleft())
+            ends.append(time.perf_counter())
+        if last:
             break
-    return found | {"seconds": float(np.median(times[1:])), "fastest_s": min(times[1:])}
+    times = np.diff(ends)[1:]
+    return found | {"seconds": float(np.median(times)), "fastest_s": float(times.min())}
 
 
 def matmul_rate(size: int = 8192) -> float:
