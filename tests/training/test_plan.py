@@ -84,8 +84,11 @@ def test_the_state_is_that_of_the_algorithm(config: RLTrainConfig) -> None:
     found = plan(config, device_gb=1)
     for field in ("params", "target", "ema", "opt"):
         for group, tree in getattr(state, field).items():
-            # The average of what is frozen is what is frozen, and not in memory twice.
-            own = [x for x in jax.tree.leaves(tree) if field != "ema" or x.dtype == jnp.float32]
+            own = jax.tree.leaves(tree)
+            if field == "ema" or (field, group, config.has_critic) == ("target", "policy", True):
+                # The average of what is frozen, or what it was, is what is frozen, and not in memory twice.
+                now = jax.tree.leaves(state.params[group])
+                own = [x for x, y in zip(own, now, strict=True) if y.dtype == jnp.float32]
             assert found.parts[f"{field}/{group}"] == sum(x.size * x.dtype.itemsize for x in own)
     names = {name for name in found.parts if "policy" in name}
     kept = {"distill": {"target/policy", "ema/policy"}, "ript": {"target/policy"}, "bc": {"ema/policy"}}

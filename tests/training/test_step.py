@@ -103,3 +103,28 @@ def test_what_is_frozen_must_not_be_changed(frozen: tuple[Any, RLTrainConfig], m
     shapes = jax.eval_shape(agent.init, jax.random.key(0))
     with pytest.raises(AssertionError, match=r"ACRLPD\.update changed what is frozen"):
         Step(agent, make_mesh(), shapes).lower(shapes, batch_shapes(chosen, 2), jax.random.key(0))
+
+
+def test_what_a_frozen_policy_was_is_what_it_is() -> None:
+    """`distill` keeps the policy it started from: of what is frozen there is no second copy, of the rest there is."""
+    chosen = config(
+        freeze="vlm_frozen",
+        agent={"num_action_samples": 2, "flow_steps": 2, "augment": False, "actor": "distill"},
+    )
+    agent = build_agent(chosen)
+    key, mesh = jax.random.key(1), make_mesh()
+    shapes = jax.eval_shape(agent.init, key)
+    step = Step(agent, mesh, shapes)
+    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), batch_shapes(chosen, chosen.batch_size))
+    state = step.shared(jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))(key))
+    before = jax.tree.map(np.asarray, state.target["policy"])
+    state, _ = step(state, data, key)
+    for (path, was), now, then in zip(
+        jax.tree.leaves_with_path(state.target["policy"]),
+        jax.tree.leaves(state.params["policy"]),
+        jax.tree.leaves(before),
+        strict=True,
+    ):
+        frozen = now.dtype == jnp.bfloat16
+        assert (was.unsafe_buffer_pointer() == now.unsafe_buffer_pointer()) == frozen, path
+        np.testing.assert_array_equal(np.asarray(was), then, err_msg=str(path))

@@ -208,10 +208,11 @@ def _plan(setup: _Setup, usable: int) -> Plan:
     shapes = param_shapes(model)
     trainable = split(shapes, trainable_mask(shapes, model, config.freeze_rule))[0]
     state = {part.name: part.per_device for part in breakdown(traced.state, fsdp=fsdp).parts}
-    for group, tree in traced.state.ema.items():
-        # Frozen weights are in memory once (`Step.shared`).
-        frozen = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype == jnp.bfloat16]
-        state[f"ema/{group}"] -= sum(shard_bytes(leaf, fsdp=fsdp) for leaf in frozen)
+    # Frozen weights are in memory once (`Step.shared`).
+    frozen = [leaf for leaf in jax.tree.leaves(traced.state.params["policy"]) if leaf.dtype == jnp.bfloat16]
+    copies = {"ema/policy", "target/policy"} if isinstance(config.agent, ACRLPDConfig) else {"ema/policy"}
+    for copy in copies & set(state):
+        state[copy] -= sum(shard_bytes(leaf, fsdp=fsdp) for leaf in frozen)
     batch = sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(traced.batch)) / PROBE
     gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(trainable))
     at_once = _loads(essence, fsdp)

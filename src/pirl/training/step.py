@@ -2,7 +2,7 @@
 
 What is frozen is only read. Given away as well, it would be copied: the compiler may not read memory in a loop that an
 output is promised. It is therefore handed in beside the rest, and what comes out refers to the same arrays; an average
-of frozen weights is these weights, and not a second copy.
+of frozen weights, or what they were at the beginning, is these weights and not a second copy.
 """
 
 from typing import Any
@@ -93,9 +93,12 @@ def handed_through(agent: Agent, shapes: TrainState) -> dict[int, int]:
     pairs = [(numbered.params, numbered.params, shapes.params)]
     if shapes.ema:
         pairs.append((numbered.ema, {name: numbered.params[name] for name in numbered.ema}, shapes.ema))
-    if isinstance(agent, ACRLPD):
-        fixed = {name: tree for name, tree in numbered.target.items() if name == "policy"}
-        pairs.append((fixed, fixed, {name: shapes.target[name] for name in fixed}))
+    if isinstance(agent, ACRLPD) and "policy" in numbered.target:
+        # What the policy was: of what is frozen, what it is.
+        fixed, policy = numbered.target["policy"], numbered.params["policy"]
+        frozen = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, shapes.params["policy"])
+        same = jax.tree.map(lambda own, now, is_frozen: now if is_frozen else own, fixed, policy, frozen)
+        pairs.append((fixed, same, shapes.target["policy"]))
     return {
         after: before
         for afters, befores, leaves in pairs
