@@ -4,11 +4,11 @@
     PYTHONPATH=src python benchmarks/gpu.py --only bc,awr --markdown out.md      these rows
     PYTHONPATH=src python benchmarks/gpu.py --list                               what rows there are
 
-Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up; of
-steps, the time from the end of one to the end of the next. Operations
-are the model's own, without what rematerialisation repeats; their share is of the rate of one large bfloat16 product,
-measured first. Memory is the program's as compiled: arguments, results and temporaries. With `--threads` all programs
-are compiled before the first runs, several at a time: sooner done, but each takes longer than it would alone.
+Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up; of steps,
+the time from the end of one to the end of the next. Operations are the model's own, without what rematerialisation
+repeats; their share is of the rate of one large bfloat16 product, measured first. Memory is the program's as compiled:
+arguments, results and temporaries. With `--threads` all programs are compiled before the first runs, several at a time:
+sooner done, but each takes longer than it would alone, and they are tuned while others use the GPU.
 """
 
 import argparse
@@ -274,13 +274,18 @@ def compiled(work: Job) -> tuple[Any, float]:
     return work.program.compile(), time.perf_counter() - begin
 
 
+def program_gib(run: Any) -> float:
+    """Memory of a compiled program: arguments, results beside them, temporaries."""
+    memory = run.memory_analysis()
+    beside = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+    return float(memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes) / GIB
+
+
 def measure(row: Row, work: Job, run: Any, seconds: float, repeats: int) -> dict[str, Any]:
     """Warm up, repeat."""
     found: dict[str, Any] = {"compile_s": seconds, "tflop": work.flop / 1e12}
-    memory = run.memory_analysis()
-    if memory is not None:
-        beside = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
-        found["gib"] = (memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes) / GIB
+    if run.memory_analysis() is not None:
+        found["gib"] = program_gib(run)
     (state, data), key = work.make(), jax.random.key(2)
     # As in training, the next step is on its way to the device before one has ended there; a sample is waited for.
     in_flight, waiting = int(work.step is not None), deque[Any]()

@@ -12,6 +12,7 @@ stack in place, and cuBLAS's first choice is used.
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -79,20 +80,12 @@ def loops(text: str, least: int) -> Iterator[str]:
             if not found:
                 continue
             name, result, kind = found.groups()
-            sizes = [eval_size(dims) for dims in re.findall(r"\[([\d,]*)\]", result)]
+            sizes = [math.prod(map(int, filter(None, x.split(",")))) for x in re.findall(r"\[([\d,]*)\]", result)]
             target = re.search(r'custom_call_target="([^"]*)"', line)
             if 2 * max(sizes, default=0) < least or (target and target[1] == "AllocateBuffer"):
                 continue
             note = "untuned" if name.startswith("dynamic_slice_fusion") else target[1] if target else ""
             yield f"  {name:44} {re.sub(r'{[0-9,]*}', '', result)[:110]:112} {kind} {note}"
-
-
-def eval_size(dims: str) -> int:
-    """Elements of an array."""
-    size = 1
-    for axis in filter(None, dims.split(",")):
-        size *= int(axis)
-    return size
 
 
 def main() -> int:
@@ -103,9 +96,14 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=1, help="GPUs; each takes the row's batch")
     parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share the weights")
     parser.add_argument("--loops", action="store_true", help="list what each loop does")
-    parser.add_argument("--least", type=int, default=20_000_000, help="bytes of what is listed, at least")
+    parser.add_argument(
+        "--least", type=int, default=20_000_000, help="bytes of what is listed, at least, at two per number"
+    )
     parser.add_argument("--hlo", type=Path, help="write each program into this folder")
     args = parser.parse_args()
+    rows = {row.name: row for row in gpu.ROWS if row.what != "sample"}
+    if unknown := set(args.rows.split(",")) - set(rows):
+        parser.error(f"no step is called {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
     try:
         shape = f"1x1x{args.devices}"
         devices = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology=shape).devices
@@ -113,18 +111,11 @@ def main() -> int:
         print(f"no compiler for GPUs here: {error}. The lines above the code say what to install.", file=sys.stderr)
         return 1
     mesh = make_mesh(args.fsdp, devices)
-    rows = {row.name: row for row in gpu.ROWS}
     for name in args.rows.split(","):
         begin = time.perf_counter()
         compiled = program(rows[name], rows[name].remat or args.remat, mesh)
-        memory = compiled.memory_analysis()
-        beside = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
-        total = memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes
-        seconds = time.perf_counter() - begin
-        print(
-            f"{rows[name]}: {total / gpu.GIB:.1f} GiB per device, compiled in {seconds:.0f} s without tuning",
-            flush=True,
-        )
+        seconds, memory = time.perf_counter() - begin, gpu.program_gib(compiled)
+        print(f"{rows[name]}: {memory:.1f} GiB per device, compiled in {seconds:.0f} s without tuning", flush=True)
         text = compiled.as_text()
         if args.loops:
             print("\n".join(loops(text, args.least)), flush=True)

@@ -231,6 +231,7 @@ def _single_attention(
     own_mask: Bool[Array, "q S"],
     tile: int,
 ) -> Float[Array, "B K q h"]:
+    """`joint_attention` of one sequence, on queries by key head."""
     batch, length, heads, dim = k.shape
     gap = -(length + shared_k.shape[1]) % tile
 
@@ -305,7 +306,7 @@ def expert_layers(layers: Params, expert: int) -> Params:
 
 
 def _apart(layers: Params, dtype: jnp.dtype) -> Params:
-    """Stacked weights with gate and up, which multiply one by one, in two stacks: a product reads its own in place.
+    """Stacked weights with gate and up in two stacks: each one's gradients are then written in place.
 
     Only where the loop casts them anyway: otherwise it would be a copy.
     """
