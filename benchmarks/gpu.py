@@ -43,6 +43,7 @@ from pirl.models.critic_config import CriticConfig
 from pirl.models.freeze import trainable_mask
 from pirl.models.observation import Observation
 from pirl.models.pi0 import Pi0
+from pirl.training import compiler
 from pirl.training.config import AdamW, ConstantSchedule, CosineSchedule
 from pirl.training.flops import count_flops
 from pirl.training.optim import make_optimizer, make_schedule
@@ -251,7 +252,9 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
         weights = jax.eval_shape(half)
         return Job(
             make=lambda: (serve(half()), make_batch()["observations"]),
-            program=jax.jit(sampler(config, row)).lower(jax.eval_shape(serve, weights), data, key),
+            program=jax.jit(sampler(config, row), compiler_options=compiler.for_acting() or None).lower(
+                jax.eval_shape(serve, weights), data, key
+            ),
             step=None,
             flop=count_flops(sampler(counted, row), weights, data, key),
         )

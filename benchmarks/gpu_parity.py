@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 # Choosing the fastest algorithm of each product takes most of the compile time, and says nothing about results.
@@ -27,11 +28,12 @@ from pirl.models.config import Attention, Pi0Config, Remat, get_preset
 from pirl.models.observation import Observation
 from pirl.models.params import flatten, nest
 from pirl.models.pi0 import Context, Pi0
+from pirl.training import compiler
 
 SLACK = 1.5
 FLOOR = 2e-3
 """Distances below this are rounding of a single number, whatever the yardstick says."""
-LAYERS = 2
+LAYERS = 4
 Values = dict[str, Any]
 
 
@@ -82,7 +84,8 @@ def training(config: Pi0Config, params: Any, seen: Observation) -> Values:
         error = flow.squared_error(policy, params, policy.encode(params, seen), actions, draws)
         return error.mean(), error.mean((1, 3))
 
-    grads, steps = jax.jit(jax.grad(loss, has_aux=True))(params)
+    options = None if config.attention == "plain" else compiler.for_training(all_trains=True) or None
+    grads, steps = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(params)
     grouped: dict[str, list[np.ndarray]] = {}
     for path, leaf in flatten(grads).items():
         part = next((p for p in ("img", "_1", "llm") if p in path), "heads")
@@ -105,7 +108,9 @@ def sampling(config: Pi0Config, params: Any, seen: Observation, *, way: str) -> 
     """
     policy, size = Pi0(config), len(seen.state)
 
-    @jax.jit
+    options = None if config.attention == "plain" else compiler.for_acting() or None
+
+    @partial(jax.jit, compiler_options=options)
     def chunks(params: Any, noise: dict[str, jax.Array]) -> Values:
         context = policy.encode(params, seen)
 

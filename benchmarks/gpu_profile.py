@@ -73,7 +73,8 @@ def program(row: gpu.Row, args: argparse.Namespace) -> tuple[Any, Any, dict[str,
         half = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), Pi0(config).init(key)))(key)
         flops = flops_by_part(gpu.sampler(counted, row), PARTS, half, data, key)
         state: Any = jax.jit(Pi0(config).for_inference)(half)
-        compiled = jax.jit(gpu.sampler(config, row)).lower(state, data, key).compile()
+        sample = jax.jit(gpu.sampler(config, row), compiler_options=compiler.for_acting() or None)
+        compiled = sample.lower(state, data, key).compile()
 
         def call() -> None:
             jax.block_until_ready(compiled(state, data, key))
@@ -81,7 +82,7 @@ def program(row: gpu.Row, args: argparse.Namespace) -> tuple[Any, Any, dict[str,
         agent = gpu.make_agent(config, row, augment=args.augment)
         held = [jax.jit(agent.init)(jax.random.key(0))]
         flops = flops_by_part(gpu.make_agent(counted, row, augment=args.augment).update, PARTS, held[0], data, key)
-        options = compiler.options(all_trains=row.rule == "full") or None
+        options = compiler.for_training(all_trains=row.rule == "full") or None
         step = jax.jit(agent.update, donate_argnums=0, compiler_options=options)
         compiled = step.lower(held[0], data, key).compile()
 

@@ -6,16 +6,14 @@ from pirl.training import compiler
 
 
 def test_none_without_a_gpu() -> None:
-    compiler.options.cache_clear()
-    assert compiler.options() == {}
+    assert compiler.for_training(all_trains=True) == {}
+    assert compiler.for_acting() == {}
 
 
 def test_what_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "cuda_capability", lambda: (9, 0))
-    wanted = dict(compiler.WANTED)
-    monkeypatch.setattr(compiler, "WANTED", wanted | {"xla_gpu_no_such_thing": True})
-    compiler.options.cache_clear()
-    found, more = compiler.options(), compiler.options(all_trains=True)
-    compiler.options.cache_clear()
-    assert found == wanted
-    assert more == wanted | compiler.WHERE_ALL_TRAINS
+    wanted = dict(compiler.TRAINING)
+    monkeypatch.setattr(compiler, "TRAINING", wanted | {"xla_gpu_no_such_thing": True})
+    assert compiler.for_training() == wanted
+    assert compiler.for_training(all_trains=True) == wanted | compiler.ALL_TRAINS
+    assert compiler.for_acting() == compiler.ACTING

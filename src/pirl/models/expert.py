@@ -34,6 +34,9 @@ EVEN, MULTIPLE, WHOLE = 2, 8, 128
 """Candidates' own keys, those they share, and both together where they are in one array, come in multiples of these,
 padded with some that are not real: fused kernels want even lengths, products whole tiles."""
 
+ROWS = 16
+"""Rows of a product's smallest tile."""
+
 
 def cut(layers: Params, dtype: jnp.dtype) -> list[Params]:
     """Stacked weights as one tree per layer. Matrices are cast; norms are not: they compute in float32."""
@@ -150,13 +153,26 @@ def _block(
     x = by_sample(x)
     h, gate = rms_norm(w["pre_attention_norm"], x, cond)
     q, k, v = jnp.split(
-        (h @ w["qkv"]).reshape(*x.shape[:-1], -1, c.head_dim), [c.num_heads, c.num_heads + c.num_kv_heads], axis=-2
+        _product(h, w["qkv"]).reshape(*x.shape[:-1], -1, c.head_dim),
+        [c.num_heads, c.num_heads + c.num_kv_heads],
+        axis=-2,
     )
     q, k = rope(q, turn) * c.head_dim**-0.5, rope(k, turn)
-    x = residual(x, attend(q, k, v).reshape(*x.shape[:-1], -1) @ w["out"], gate)
+    x = residual(x, _product(attend(q, k, v).reshape(*x.shape[:-1], -1), w["out"]), gate)
     h, gate = rms_norm(w["pre_ffw_norm"], x, cond)
-    gated, up = jnp.split(by_sample(h @ w["gating"]), 2, axis=-1)
-    return residual(x, (jax.nn.gelu(gated, approximate=True) * up) @ w["linear"], gate), k, v
+    gated, up = jnp.split(by_sample(_product(h, w["gating"])), 2, axis=-1)
+    return residual(x, _product(jax.nn.gelu(gated, approximate=True) * up, w["linear"]), gate), k, v
+
+
+def _product(x: Float[Array, "B N T W"], w: Float[Array, "W O"]) -> Float[Array, "B N T O"]:
+    """x @ w. A single row, π₀'s state for one observation, is multiplied as several that are the same: of a vector the
+    compiler makes no product, but writes what it is to add up to memory.
+    """
+    if x.size > x.shape[-1]:
+        return x @ w
+    # Behind barriers, or the compiler would see that it is one.
+    rows = jax.lax.optimization_barrier(jnp.repeat(x, ROWS, axis=2))
+    return jax.lax.optimization_barrier(rows @ w)[:, :, :1]
 
 
 def _plain(

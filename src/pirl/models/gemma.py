@@ -17,7 +17,7 @@ from pirl.models import attention
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
 from pirl.models.placement import by_sample
-from pirl.models.remat import kept, layer_at, over_layers
+from pirl.models.remat import At, kept, layer_at, over_layers
 
 MASKED = -2.3819763e38
 """Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
@@ -109,7 +109,7 @@ def encode_prefix(
     attend = _prefix_attention(config, mask)
     layers: Any = params["layers"]
     if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
-        layers = _apart(expert_layers(layers, 0), x.dtype)
+        layers = expert_layers(layers, 0)
     skip = feature_layer <= last and c.depth > 1
 
     def begin(w: Params, x: Array) -> tuple[Array, Array, Array]:
@@ -125,7 +125,8 @@ def encode_prefix(
         return (_after_attention(w, c, by_sample(x), attended, gate=None, cond=None), features), (k, v)
 
     carry = (x, jnp.zeros_like(x) if feature_layer < last else None)
-    (x, features), (keys, values) = over_layers(block, carry, layers, config.remat, x.dtype, leave_out=int(skip))
+    numbers = jnp.arange(c.depth - int(skip))
+    (x, features), (keys, values) = over_layers(block, carry, layers, numbers, config.remat, x.dtype, view=_apart)
     if skip:
         _, k, v = begin(layer_at(layers, last), x)
         keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
@@ -173,16 +174,15 @@ def run_suffix(
     turn = suffix_rotation(config, prefix_mask, x.shape[2])
     attend = _suffix_attention(config, prefix_mask, suffix_mask)
 
-    def block(x: Array, layer: tuple[Params, Array, Array], _: Any) -> tuple[Array, tuple[Array, Array]]:
-        weights, prefix_k, prefix_v = layer
+    def block(x: Array, weights: Params, prefix: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x = by_sample(x)
         h, gate = rms_norm(weights["pre_attention_norm"], x, cond)
         q, (k, v) = _queries(weights["attn"], c, h, turn), _keys_values(weights["attn"], c, h, turn)
-        attended = attend(q, k, v, prefix_k, prefix_v)
+        attended = attend(q, k, v, *prefix)
         return _after_attention(weights, c, x, attended, gate=gate, cond=cond), (k, v)
 
-    layers = (_apart(expert_layers(params["layers"], 1), x.dtype), keys, values)
-    x, (own_keys, own_values) = over_layers(block, x, layers, config.remat, x.dtype)
+    layers, prefix = expert_layers(params["layers"], 1), (keys, values)
+    x, (own_keys, own_values) = over_layers(block, x, layers, prefix, config.remat, x.dtype, view=_apart)
     out, _ = rms_norm(params["final_norm_1"], x, cond)
     return Suffix(out, own_keys, own_values)
 
@@ -305,15 +305,11 @@ def expert_layers(layers: Params, expert: int) -> Params:
     }
 
 
-def _apart(layers: Params, dtype: jnp.dtype) -> Params:
-    """Stacked weights with gate and up in two stacks: each one's gradients are then written in place.
-
-    Only where the loop casts them anyway: otherwise it would be a copy.
-    """
+def _apart(layers: Params, at: At) -> Params:
+    """Of each layer, gate and up one by one."""
     both = layers["mlp"]["gating_einsum"]
-    if both.dtype == dtype:
-        return layers
-    return layers | {"mlp": layers["mlp"] | {"gating_einsum": [both[:, 0], both[:, 1]]}}
+    found = jax.tree.map(at, layers)
+    return found | {"mlp": found["mlp"] | {"gating_einsum": [at(both, 0), at(both, 1)]}}
 
 
 def _queries(w: Params, config: GemmaConfig, h: Float[Array, "... T W"], turn: Rotation) -> Array:

@@ -77,6 +77,10 @@ class MLPFlow:
         """dx/dt at N noisy chunks per state."""
         return self.field(params, context)(x_t, t)
 
+    def for_inference(self, params: Params) -> Params:
+        """There is nothing to prepare: they are small."""
+        return params
+
     def field(self, params: Params, context: Float[Array, "B S"]) -> Callable[[Array, Array], Array]:
         """`velocity` at this context: weights cast, and the state multiplied, once."""
         dtype, depth = jnp.dtype(self.config.dtype), len(self.config.hidden) + 1

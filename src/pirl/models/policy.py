@@ -55,3 +55,6 @@ class Preparing(Protocol):
 
     def field(self, params: Params, context: Any) -> Callable[[Array, Array], Array]:
         """`velocity` as a function of (x_t, t) alone, with all that does not depend on them computed beforehand."""
+
+    def for_inference(self, params: Params) -> Params:
+        """The same weights for `encode` and `field` alone, as they are fastest read."""

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from pirl.models.config import Remat
 
 Block = Callable[..., Any]
+At = Callable[..., Array]
 
 SAVED_NAMES = ("gate", "up", "qkv", "attention", "attended", "vision_qkv", "vision_up", "vision_attended")
 """Names under which the projections that cost most to recompute are `kept`."""
@@ -19,38 +20,46 @@ FUSED_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def over_layers(
-    block: Block, carry: Any, layers: Any, remat: Remat, dtype: jnp.dtype, *, leave_out: int = 0
+    block: Block,
+    carry: Any,
+    layers: Any,
+    along: Any,
+    remat: Remat,
+    dtype: jnp.dtype,
+    *,
+    view: Callable[[Any, At], Any] = lambda layers, at: jax.tree.map(at, layers),
 ) -> tuple[Any, Any]:
-    """(last carry, stacked outputs) of block(carry, layer, its number) for each layer but the last `leave_out`: a scan
-    over layers that are stacked, with their matrices in the given type.
+    """(last carry, stacked outputs) of block(carry, layer, its part of `along`): a scan over layers that are stacked,
+    with their matrices in the given type.
+
+    `along` is what else there is for each layer; where it is shorter than the layers are, the last ones are left out.
+    `view` is what the block sees of a layer, in terms of `at(weights)`, or of `at(weights, i)` for a part of them: then
+    gradients of the parts are written one by one, each in place.
 
     A list of layers is for inference, where it spares the scan's copy of each layer's weights: blocks follow one
     another in the program, and nothing is recomputed because there is no backward pass.
     """
-    if not isinstance(layers, list):
-        cast = in_type(layers, dtype)
-        numbers = jnp.arange(len(jax.tree.leaves(layers)[0]) - leave_out)
-        if not leave_out:
-            run = rematerialised(lambda carry, layer: block(carry, *layer), remat)
-            return jax.lax.scan(run, carry, (cast, numbers))
-        # To scan over some of the layers would copy them. So each turn takes its own out of all; what is scanned over
-        # is never read, and only brings gradients back. What is frozen is kept in bfloat16 and has none.
-        leaves, structure = jax.tree.flatten(cast)
-        trains = [x.dtype != jnp.bfloat16 for x in jax.tree.leaves(layers)]
-        whole = [jax.lax.stop_gradient(w) if trained else w for w, trained in zip(leaves, trains, strict=True)]
-        scanned = [w[: len(numbers)] if trained else None for w, trained in zip(leaves, trains, strict=True)]
+    count = len(jax.tree.leaves(along)[0])
+    if isinstance(layers, list):
+        outs = []
+        for number, layer in enumerate(layers[:count]):
+            carry, out = block(carry, layer, layer_at(along, number))
+            outs.append(out)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+    # Each turn takes its layer out of the whole and casts it: taken out of what was cast before, it would be copied
+    # once more. What is scanned over is never read, and only brings gradients back, in the type of the products, which
+    # are no more exact than that. What is frozen is kept in bfloat16 and has none.
+    whole = jax.tree.map(lambda w: w if w.dtype == jnp.bfloat16 else jax.lax.stop_gradient(w), layers)
+    stacks, structure = jax.tree.flatten(view(layers, lambda w, *i: w[(slice(count), *i)]))
+    places = [None if w.dtype == jnp.bfloat16 else in_type(w, dtype) for w in stacks]
 
-        def turn(carry: Any, x: tuple[list[Any], Any]) -> tuple[Any, Any]:
-            places, number = x
-            layer = [w[number] if s is None else _taken(w[number], s) for w, s in zip(whole, places, strict=True)]
-            return block(carry, jax.tree.unflatten(structure, layer), number)
+    def turn(carry: Any, x: tuple[Array, list[Any], Any]) -> tuple[Any, Any]:
+        number, places, part = x
+        taken = jax.tree.leaves(view(whole, lambda w, *i: w[(number, *i)]))
+        taken = [w if p is None else _taken(w.astype(p.dtype), p) for w, p in zip(taken, places, strict=True)]
+        return block(carry, jax.tree.unflatten(structure, taken), part)
 
-        return jax.lax.scan(rematerialised(turn, remat), carry, (scanned, numbers))
-    outs = []
-    for number, layer in enumerate(layers[: len(layers) - leave_out]):
-        carry, out = block(carry, layer, number)
-        outs.append(out)
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+    return jax.lax.scan(rematerialised(turn, remat), carry, (jnp.arange(count), places, along))
 
 
 @jax.custom_vjp
@@ -77,11 +86,7 @@ def layer_at(layers: Any, number: Any) -> Any:
 
 
 def in_type(stacked: Any, dtype: jnp.dtype) -> Any:
-    """Stacked layers with their matrices in the type they are multiplied in; vectors (norms, biases) as they are.
-
-    Cast once, before the loop: inside it every layer's float32 weights would be read again in each pass, and its
-    gradients written as float32 although they are only as exact as this type.
-    """
+    """Stacked layers with their matrices in the type they are multiplied in; vectors (norms, biases) as they are."""
     return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, stacked)
 
 

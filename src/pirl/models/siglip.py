@@ -12,6 +12,9 @@ from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixe
 from pirl.models.placement import by_sample
 from pirl.models.remat import kept, over_layers
 
+MANY = 2**23
+"""Numbers from which a projection fills a GPU alone: those of some 30 pictures."""
+
 
 def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[str, Leaf]:
     """Every parameter with OpenPI's name, shape and initialisation."""
@@ -61,7 +64,8 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
         h = kept(_dense(w["MlpBlock_0"]["Dense_0"], _layer_norm(w["LayerNorm_1"], x)), "vision_up")
         return x + _dense(w["MlpBlock_0"]["Dense_1"], jax.nn.gelu(h, approximate=True)), None
 
-    x, _ = over_layers(block, x, params["Transformer"]["encoderblock"], config.remat, dtype)
+    numbers = jnp.arange(config.vision.depth)
+    x, _ = over_layers(block, x, params["Transformer"]["encoderblock"], numbers, config.remat, dtype)
     return by_sample(_dense(params["head"], _layer_norm(params["Transformer"]["encoder_norm"], by_sample(x))))
 
 
@@ -75,12 +79,29 @@ def _patches(images: Float[Array, "B h w 3"], patch: int) -> Float[Array, "B P K
 
 
 def _layer_norm(params: Params, x: Float[Array, "B P W"]) -> Float[Array, "B P W"]:
+    return _normed(x, params["scale"], params["bias"])
+
+
+@jax.custom_vjp
+def _normed(x: Float[Array, "B P W"], scale: Float[Array, "W"], bias: Float[Array, "W"]) -> Float[Array, "B P W"]:
+    # The mean first and the variance around it: one kernel on a GPU.
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    factor = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6) * scale
+    return (centred * factor + bias).astype(x.dtype)
+
+
+def _at_once(x: Float[Array, "B P W"], scale: Float[Array, "W"], bias: Float[Array, "W"]) -> Float[Array, "B P W"]:
+    """The same by E[x²] - E[x]², as flax computes it: its gradient takes fewer kernels."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
-    # E[x²] - E[x]², as flax computes it.
     variance = jnp.maximum(0.0, jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean))
-    scale = jax.lax.rsqrt(variance + 1e-6) * params["scale"]
-    return ((wide - mean) * scale + params["bias"]).astype(x.dtype)
+    return ((wide - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale) + bias).astype(x.dtype)
+
+
+_normed.defvjp(
+    lambda *inputs: (_normed(*inputs), inputs), lambda inputs, gradient: jax.vjp(_at_once, *inputs)[1](gradient)
+)
 
 
 def _dense(params: Params, x: Float[Array, "B P I"]) -> Float[Array, "B P O"]:
@@ -100,14 +121,28 @@ def _summed(_: None, gradient: Float[Array, "B P W"]) -> tuple[Float[Array, "B P
 _biased.defvjp(lambda x, bias: (x + bias, None), _summed)
 
 
+@jax.custom_vjp
+def _thrice(x: Float[Array, "B P W"]) -> tuple[Array, Array, Array]:
+    """The same three times, and the compiler does not know it: it would join products of the same thing, and then copy
+    what it has joined to where it is needed apart.
+    """
+    return jax.lax.optimization_barrier((x, x, x))
+
+
+_thrice.defvjp(lambda x: (_thrice(x), None), lambda _, gradients: (sum(gradients),))
+
+
 def _attention(params: Params, x: Float[Array, "B P W"], how: attention.Kernel | None) -> Float[Array, "B P W"]:
-    def project(name: str) -> Array:
+    seen = _thrice(x) if x.size > MANY else (x, x, x)
+
+    def project(name: str, x: Array) -> Array:
         w = params[name]
         heads = w["bias"].shape
         flat = {"kernel": w["kernel"].reshape(x.shape[-1], -1), "bias": w["bias"].reshape(-1)}
         return _dense(flat, x).reshape(*x.shape[:-1], *heads)
 
-    q, k, v = (kept(project(name), "vision_qkv") for name in ("query", "key", "value"))
+    names = ("query", "key", "value")
+    q, k, v = (kept(project(name, x), "vision_qkv") for name, x in zip(names, seen, strict=True))
     if how is None:
         # Unlike Gemma's, this softmax is taken in the activations' type.
         logits = jnp.einsum("bqnh,bknh->bnqk", q / jnp.sqrt(q.shape[-1]).astype(q.dtype), k)

@@ -31,13 +31,23 @@ class ChunkPolicy:
     """
 
     def __init__(
-        self, act: Act, transform: Transform, *, batch_size: int, execute: int, cameras: Sequence[str]
+        self,
+        act: Act,
+        transform: Transform,
+        *,
+        batch_size: int,
+        execute: int,
+        cameras: Sequence[str],
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         """`execute` is how many steps of a chunk are carried out; `cameras` are the slots the model was trained on."""
         if execute < 1:
             raise ConfigError(f"{execute} executed steps per chunk", hint="execute at least one")
         self.transform, self.batch_size, self.execute, self.cameras = transform, batch_size, execute, tuple(cameras)
-        self._act = jax.jit(lambda weights, observation, key, rows: act(weights, observation, _row_keys(key, rows)))
+        self._act = jax.jit(
+            lambda weights, observation, key, rows: act(weights, observation, _row_keys(key, rows)),
+            compiler_options=dict(compiler_options or {}) or None,
+        )
         self._weights: Any = None
         self._key = jax.random.key(0)
 

@@ -32,6 +32,7 @@ from pirl.models.fetch import fetch
 from pirl.models.fit import compare, shapes_of
 from pirl.models.ocdbt import read_json
 from pirl.models.params import Params, flatten, nest
+from pirl.models.policy import Preparing
 from pirl.models.weights import check_finite, kind_of, load
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.rollout.policy import ChunkPolicy
@@ -134,6 +135,10 @@ def load_acting(found: Found) -> Acting:
     params = {"policy": load(folder, shapes.policy), **_other_weights(folder, shapes, _needed(agent, config))}
     for group, weights in params.items():
         check_finite(weights, source=f"{folder}, {group}")
+    model = getattr(agent, "policy", None)
+    if mesh.size == 1 and isinstance(model, Preparing):
+        # These never change, so what each plan would do to them is done once.
+        params["policy"] = jax.jit(model.for_inference)(params["policy"])
     return Acting(found=found, state=TrainState(step=jnp.zeros((), jnp.int32), params=params), policy=policy)
 
 

@@ -41,6 +41,7 @@ from pirl.rollout.make_pool import make_pool
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 from pirl.rollout.record import RolloutRecorder
+from pirl.training import compiler
 from pirl.training.evaluator import Evaluator
 from pirl.training.optim import make_optimizer, make_schedule
 from pirl.training.sharding import data_sharding, sharded_shapes
@@ -204,7 +205,12 @@ def build_chunk_policy(config: RLTrainConfig, agent: Agent, transform: Transform
         raise ConfigError(f"best of {best_of} without a critic", hint="only ACRLPD has one to choose with: best_of 1")
     act = partial(agent.act, candidates=best_of) if isinstance(agent, ACRLPD) else agent.act
     return ChunkPolicy(
-        act, transform, batch_size=config.rollout.num_envs, execute=config.execute, cameras=config.cameras
+        act,
+        transform,
+        batch_size=config.rollout.num_envs,
+        execute=config.execute,
+        cameras=config.cameras,
+        compiler_options=compiler.for_acting(),
     )
 
 

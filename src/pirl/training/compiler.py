@@ -6,27 +6,40 @@ import jax
 
 from pirl.models.attention import cuda_capability
 
-WANTED = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
-"""A loop over layers fills the memory in which it keeps things for the backward pass: it need not be zeroed before."""
-WHERE_ALL_TRAINS = {"xla_gpu_enable_triton_gemm": False}
+Options = dict[str, bool | str]
+
+TRAINING: Options = {
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+    "xla_gpu_copy_insertion_use_region_analysis": True,
+}
+"""A loop over layers fills the memory in which it keeps things for the backward pass: it need not be zeroed before. And
+the residual that a product adds to needs no copy where it has been kept already.
+"""
+ALL_TRAINS: Options = {"xla_gpu_enable_triton_gemm": False}
 """cuBLAS alone: its products write the gradients of stacked layers in place and add biases themselves, and there is
 less to choose from at compile time. Not where weights are frozen: a product that reads a part of a stack is not tuned.
 """
+ACTING: Options = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""Kernels wait for those they read from, not for all before them. Most are small where one chunk is sampled."""
+
+
+def for_training(*, all_trains: bool = False) -> Options:
+    """Options of `jax.jit` for a training step. `all_trains`: of a transformer, and nothing of it is frozen."""
+    return _known(TRAINING | (ALL_TRAINS if all_trains else {}))
+
+
+def for_acting() -> Options:
+    """Options of `jax.jit` for sampling."""
+    return _known(ACTING)
+
+
+def _known(wanted: Options) -> Options:
+    """On an NVIDIA GPU, those that this version of the compiler knows; elsewhere none."""
+    return {} if cuda_capability() is None else {name: value for name, value in wanted.items() if _accepts(name, value)}
 
 
 @cache
-def options(*, all_trains: bool = False) -> dict[str, bool]:
-    """Options for `jax.jit`: on an NVIDIA GPU, those wanted that this version of the compiler knows.
-
-    `all_trains`: the program trains a transformer, and all of it.
-    """
-    if cuda_capability() is None:
-        return {}
-    wanted = WANTED | (WHERE_ALL_TRAINS if all_trains else {})
-    return {name: value for name, value in wanted.items() if _known(name, value)}
-
-
-def _known(name: str, value: bool) -> bool:
+def _accepts(name: str, value: bool | str) -> bool:
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except (jax.errors.JaxRuntimeError, ValueError):

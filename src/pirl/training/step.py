@@ -45,7 +45,7 @@ class Step:
             in_shardings=(changing, frozen, batches, everywhere),
             out_shardings=(changing, everywhere),
             donate_argnums=0,
-            compiler_options=compiler.options(all_trains=transformer and not self._origin) or None,
+            compiler_options=compiler.for_training(all_trains=transformer and not self._origin) or None,
         )
 
     def __call__(
