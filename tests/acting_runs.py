@@ -20,6 +20,7 @@ from pirl.recipes import get_config
 from pirl.rollout.config import RolloutConfig
 from pirl.training.build import build_agent
 from pirl.training.checkpoint import Checkpoints
+from pirl.training.loop import served_weights
 from pirl.training.run_metadata import run_metadata
 
 STATS = {
@@ -88,6 +89,8 @@ def save_run(config: RLTrainConfig, rates: dict[int, float]) -> Path:
     metadata = run_metadata(to_dict(config))
     with Checkpoints(config.run_dir, config.checkpoint, run=metadata, norm_stats={"me/walks": STATS}) as checkpoints:
         for step, rate in rates.items():
-            checkpoints.save(step, fresh_state(config, step), metrics={"eval/success_rate": rate})
+            state = fresh_state(config, step)
+            weights = served_weights(build_agent(config), state)
+            checkpoints.save(step, state, metrics={"eval/success_rate": rate}, weights=weights)
     write_yaml(config.run_dir / "config.yaml", config)
     return config.run_dir

@@ -101,6 +101,23 @@ def test_every_program_gives_the_same_velocity(name: str) -> None:
         np.testing.assert_allclose(values, expected[index // 3], rtol=0, atol=2e-5, err_msg=str(index))
 
 
+def test_one_observation_is_answered_as_one_of_several() -> None:
+    """Alone, the state's token is a single row, and its products are made of several that are the same."""
+    policy = Pi0(SMALL)
+    x_t, t = points(SMALL, 1)
+
+    @jax.jit
+    def velocity(params: Any, seen: Observation, x_t: Any, t: Any) -> jax.Array:
+        served = policy.for_inference(params)
+        return policy.field(served, policy.encode(served, seen))(x_t, t)
+
+    params, seen = weights(SMALL), observation(SMALL)
+    expected = velocity(params, seen, x_t, t)
+    for row in range(BATCH):
+        one = jax.tree.map(lambda x, row=row: x[row : row + 1], (seen, x_t, t))
+        np.testing.assert_allclose(velocity(params, *one), expected[row : row + 1], rtol=0, atol=2e-5)
+
+
 def gradient(config: Pi0Config) -> dict[str, jax.Array]:
     policy, seen = Pi0(config), observation(config)
     actions = points(config, 1)[0][:, 0]

@@ -83,6 +83,27 @@ def test_a_loop_holds_what_its_backward_pass_reads() -> None:
     assert everything.per_sample > recomputed.per_sample + 3 * DEPTH * HIDDEN * FLOAT
 
 
+def test_what_a_loop_does_not_read_is_not_there() -> None:
+    x, weights = array(PROBE, WIDTH), array(DEPTH, WIDTH, WIDTH)
+
+    def looped(read: bool) -> Callable[..., Any]:
+        def step(weights: Any, x: Any) -> Any:
+            # Cast for a loop that looks at one of them; the choice is made inside a call.
+            cast = weights.astype(jnp.bfloat16)
+            choose = jax.jit(lambda w, half: half if read else w)
+
+            def turn(x: Any, layer: Any) -> tuple[Any, None]:
+                return x @ choose(*layer).astype(jnp.float32), None
+
+            return jax.lax.scan(turn, x, (weights, cast))[0]
+
+        return step
+
+    assert peak(looped(read=True), weights, x).fixed >= DEPTH * WIDTH * WIDTH * 2
+    # The layer at work alone.
+    assert peak(looped(read=False), weights, x).fixed == WIDTH * WIDTH * FLOAT
+
+
 def test_a_branch_is_a_border() -> None:
     def gradient(branched: bool) -> Callable[..., Any]:
         def block(up: Any, down: Any, x: Any) -> Any:

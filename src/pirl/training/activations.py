@@ -30,7 +30,7 @@ PROBE = 1009
 """Samples in a trace: a prime that divides no size of a model, so that an axis that grows with the batch shows."""
 
 _VIEWS = frozenset({"copy", "expand_dims", "name", "optimization_barrier", "reshape", "sharding_constraint", "squeeze"})
-_VIEWS |= {"transpose"}
+_VIEWS |= {"stop_gradient", "transpose"}
 _STORED = frozenset({"argmax", "argmin", "conv_general_dilated", "cumsum", "dot_general", "gather", "scatter"})
 _STORED |= {"custom_partitioning", "ffi_call", "pallas_call", "reduce", "scatter-add", "sort", "top_k"}
 _READS_FUSED = frozenset({"argmax", "argmin", "cumsum", "gather", "reduce", "scatter", "scatter-add"})
@@ -144,7 +144,8 @@ class _Walk:
         known = {var: _given(var) for var in jaxpr.constvars} | dict(zip(jaxpr.invars, args, strict=True))
 
         def value(atom: Any) -> _Value:
-            return _Value(aval=atom.aval) if isinstance(atom, Literal) else known[atom]
+            # What was not computed is read by nothing that is.
+            return known[atom] if not isinstance(atom, Literal) and atom in known else _Value(aval=atom.aval)
 
         needed = _needed(jaxpr, wanted)
         for equation in jaxpr.eqns:
@@ -187,9 +188,10 @@ class _Walk:
         """A loop or a branch: its results, and what one turn or the larger branch needs."""
         self.time += 1
         programs, carried = _programs(equation)
-        for index, operand in enumerate(operands):
-            # What a loop starts from is computed straight into what it carries along.
-            self._read(operand, stored=index not in carried)
+        for index, (operand, read) in enumerate(zip(operands, _reads(equation, wanted), strict=True)):
+            if read:
+                # What a loop starts from is computed straight into what it carries along.
+                self._read(operand, stored=index not in carried)
         results = [
             self._store(var.aval) if flag else _Value(aval=var.aval)
             for var, flag in zip(equation.outvars, wanted, strict=True)
@@ -241,9 +243,24 @@ def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
     """The variables that the wanted results depend on."""
     needed = {atom for atom, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not isinstance(atom, Literal)}
     for equation in reversed(jaxpr.eqns):
-        if any(var in needed for var in equation.outvars):
-            needed |= {atom for atom in equation.invars if not isinstance(atom, Literal)}
+        flags = [var in needed for var in equation.outvars]
+        if any(flags):
+            read = zip(equation.invars, _reads(equation, flags), strict=True)
+            needed |= {atom for atom, flag in read if flag and not isinstance(atom, Literal)}
     return needed
+
+
+def _reads(equation: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Which operands of an equation the wanted results depend on."""
+    name = equation.primitive.name
+    if name == "scan":
+        (program,), carried = _programs(equation)
+        wanted = [True] * len(carried) + list(wanted[len(carried) :])
+    elif name in _OPAQUE or name in ("while", "cond") or (program := _called(equation)) is None:
+        return [True] * len(equation.invars)
+    needed = _needed(program, wanted)
+    inner = [var in needed for var in program.invars]
+    return [True] * (len(equation.invars) - len(inner)) + inner
 
 
 def _called(equation: Any) -> Jaxpr | None:
