@@ -252,11 +252,13 @@ def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
 
 def _reads(equation: Any, wanted: Sequence[bool]) -> list[bool]:
     """Which operands of an equation the wanted results depend on."""
-    name = equation.primitive.name
+    name, program = equation.primitive.name, None
     if name == "scan":
         (program,), carried = _programs(equation)
         wanted = [True] * len(carried) + list(wanted[len(carried) :])
-    elif name in _OPAQUE or name in ("while", "cond") or (program := _called(equation)) is None:
+    elif name not in _OPAQUE and name not in ("while", "cond"):
+        program = _called(equation)
+    if program is None:
         return [True] * len(equation.invars)
     needed = _needed(program, wanted)
     inner = [var in needed for var in program.invars]
