@@ -101,17 +101,19 @@ def test_every_program_gives_the_same_velocity(name: str) -> None:
         np.testing.assert_allclose(values, expected[index // 3], rtol=0, atol=2e-5, err_msg=str(index))
 
 
-def test_one_observation_is_answered_as_one_of_several() -> None:
-    """Alone, the state's token is a single row, and its products are made of several that are the same."""
-    policy = Pi0(SMALL)
-    x_t, t = points(SMALL, 1)
+@pytest.mark.parametrize("name", ["pi0", "pi05"])
+def test_one_observation_is_answered_as_one_of_several(name: str) -> None:
+    """Alone, the state's token or the condition is a single row, multiplied as several that are the same."""
+    config = CONFIGS[name]
+    policy = Pi0(config)
+    x_t, t = points(config, 1)
 
     @jax.jit
     def velocity(params: Any, seen: Observation, x_t: Any, t: Any) -> jax.Array:
         served = policy.for_inference(params)
         return policy.field(served, policy.encode(served, seen))(x_t, t)
 
-    params, seen = weights(SMALL), observation(SMALL)
+    params, seen = weights(config), observation(config)
     expected = velocity(params, seen, x_t, t)
     for row in range(BATCH):
         one = jax.tree.map(lambda x, row=row: x[row : row + 1], (seen, x_t, t))

@@ -19,6 +19,7 @@ from pirl.models.gemma import (
     expert_layers,
     grouped,
     joint_attention,
+    modulated,
     residual,
     rms_norm,
     rope,
@@ -76,14 +77,20 @@ def _packed(w: Params, c: GemmaConfig, dtype: jnp.dtype) -> Params:
     out = attn["attn_vec_einsum"]
     # The adapter's second matrix is added up over heads: see the equation in `gemma.run_suffix`.
     out = _adapted(out if c.attn_lora is None else out | {"lora_b": out["lora_b"].sum(0)}, c.attn_lora)
-    return {
+    norms = {name: w[name] for name in ("pre_attention_norm", "pre_ffw_norm")}
+    if "Dense_0" in norms["pre_ffw_norm"]:
+        both = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *(norm["Dense_0"] for norm in norms.values()))
+        norms = {"modulation": _in_type(both, dtype)}
+    return norms | {
         "qkv": qkv.reshape(c.width, -1).astype(dtype),
         "out": out.reshape(-1, c.width).astype(dtype),
         "gating": jnp.concatenate([gating[0], gating[1]], axis=1).astype(dtype),
         "linear": linear.astype(dtype),
-        "pre_attention_norm": w["pre_attention_norm"],
-        "pre_ffw_norm": w["pre_ffw_norm"],
     }
+
+
+def _in_type(tree: Params, dtype: jnp.dtype) -> Params:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def _adapted(p: Params, lora: LoRAConfig | None) -> Array:
@@ -125,6 +132,7 @@ def prepared(
         keys, values = (jnp.pad(x, ((0, 0), (0, 0), (0, gap), (0, 0), (0, 0))) for x in (keys, values))
         real = jnp.pad(real, ((0, 0), (0, gap)))
     shared = [(keys[i], values[i], real) for i in range(config.expert.depth)]
+    last = _in_type(final_norm.get("Dense_0", {}), dtype)
 
     @jax.named_scope("candidates")
     def run(x: Float[Array, "B N T W"], cond: Float[Array, "B N W"] | None) -> Float[Array, "B N T W"]:
@@ -136,7 +144,7 @@ def prepared(
         for w, cache in zip(layers, shared, strict=True):
             attend = _plain(*cache) if how is None else _fused(how, *cache)
             x, _, _ = _block(w, config.expert, x, turn, attend, cond)
-        return rms_norm(final_norm, x, cond)[0]
+        return _norm(final_norm, x, None if cond is None else _modulation(last, cond))[0]
 
     return run
 
@@ -151,7 +159,8 @@ def _block(
 ) -> tuple[Array, Array, Array]:
     """One block on packed weights. Returns its keys and values as well."""
     x = by_sample(x)
-    h, gate = rms_norm(w["pre_attention_norm"], x, cond)
+    here, there = (None, None) if cond is None else jnp.split(_modulation(w["modulation"], cond), 2, axis=-1)
+    h, gate = _norm(w.get("pre_attention_norm", {}), x, here)
     q, k, v = jnp.split(
         _product(h, w["qkv"]).reshape(*x.shape[:-1], -1, c.head_dim),
         [c.num_heads, c.num_heads + c.num_kv_heads],
@@ -159,20 +168,29 @@ def _block(
     )
     q, k = rope(q, turn) * c.head_dim**-0.5, rope(k, turn)
     x = residual(x, _product(attend(q, k, v).reshape(*x.shape[:-1], -1), w["out"]), gate)
-    h, gate = rms_norm(w["pre_ffw_norm"], x, cond)
+    h, gate = _norm(w.get("pre_ffw_norm", {}), x, there)
     gated, up = jnp.split(by_sample(_product(h, w["gating"])), 2, axis=-1)
     return residual(x, _product(jax.nn.gelu(gated, approximate=True) * up, w["linear"]), gate), k, v
 
 
-def _product(x: Float[Array, "B N T W"], w: Float[Array, "W O"]) -> Float[Array, "B N T O"]:
-    """x @ w. A single row, π₀'s state for one observation, is multiplied as several that are the same: of a vector the
-    compiler makes no product, but writes what it is to add up to memory.
+def _norm(params: Params, x: Float[Array, "B N T W"], modulation: Array | None) -> tuple[Array, Array | None]:
+    return rms_norm(params, x, None) if modulation is None else modulated(x, modulation)
+
+
+def _modulation(dense: Params, cond: Float[Array, "B N W"]) -> Float[Array, "B N O"]:
+    """What a condition does to norms; side by side where it is that of several."""
+    return _product(cond.astype(dense["kernel"].dtype), dense["kernel"]) + dense["bias"]
+
+
+def _product(x: Float[Array, "... T W"], w: Float[Array, "W O"]) -> Float[Array, "... T O"]:
+    """x @ w. A single row (for one observation, π₀'s state or π₀.₅'s condition) is multiplied as several that are the
+    same: of a vector the compiler makes no product, but writes what it is to add up to memory.
     """
     if x.size > x.shape[-1]:
         return x @ w
     # Behind barriers, or the compiler would see that it is one.
-    rows = jax.lax.optimization_barrier(jnp.repeat(x, ROWS, axis=2))
-    return jax.lax.optimization_barrier(rows @ w)[:, :, :1]
+    rows = jax.lax.optimization_barrier(jnp.repeat(x, ROWS, axis=-2))
+    return jax.lax.optimization_barrier(rows @ w)[..., :1, :]
 
 
 def _plain(

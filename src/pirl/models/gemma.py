@@ -342,15 +342,24 @@ def rms_norm(
     params: Params, x: Float[Array, "... T W"], cond: Float[Array, "... W"] | None
 ) -> tuple[Float[Array, "... T W"], Float[Array, "... 1 W"] | None]:
     """RMS norm with statistics in float32. With a condition: adaptive scale and shift, and a gate for the residual."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jnp.reciprocal(jnp.sqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6))
     if cond is None:
         # A frozen scale is stored in bfloat16: 1 + scale must not be rounded to it.
-        return (normed * (1 + params["scale"].astype(jnp.float32))).astype(x.dtype), None
+        return (_normed(x) * (1 + params["scale"].astype(jnp.float32))).astype(x.dtype), None
     dense = params["Dense_0"]
-    modulation = cond.astype(x.dtype) @ dense["kernel"].astype(x.dtype) + dense["bias"].astype(x.dtype)
+    return modulated(x, cond.astype(x.dtype) @ dense["kernel"].astype(x.dtype) + dense["bias"].astype(x.dtype))
+
+
+def modulated(
+    x: Float[Array, "... T W"], modulation: Float[Array, "... W3"]
+) -> tuple[Float[Array, "... T W"], Float[Array, "... 1 W"]]:
+    """The adaptive norm, of what its condition has become: scale, shift and gate side by side."""
     scale, shift, gate = jnp.split(modulation[..., None, :], 3, axis=-1)
-    return (normed * (1 + scale.astype(jnp.float32)) + shift).astype(x.dtype), gate
+    return (_normed(x) * (1 + scale.astype(jnp.float32)) + shift).astype(x.dtype), gate
+
+
+def _normed(x: Float[Array, "... T W"]) -> Float[Array, "... T W"]:
+    wide = x.astype(jnp.float32)
+    return wide * jnp.reciprocal(jnp.sqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6))
 
 
 def residual(x: Array, branch: Array, gate: Array | None) -> Array:
