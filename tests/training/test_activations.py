@@ -104,6 +104,22 @@ def test_what_a_loop_does_not_read_is_not_there() -> None:
     assert peak(looped(read=False), weights, x).fixed == WIDTH * WIDTH * FLOAT
 
 
+@pytest.mark.parametrize(("shape", "turned"), [((4, 1024, 2048), True), ((4, 2048, 1024), False)])
+def test_what_is_gathered_over_its_last_axis_is_turned_around(shape: tuple[int, ...], turned: bool) -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def turn(x: Any, number: Any) -> tuple[Any, None]:
+            return x * (x @ weights[number]).sum(), None
+
+        x = jax.lax.scan(turn, x, jnp.arange(shape[0]))[0]
+        return jax.lax.scan(turn, x, jnp.arange(shape[0]))[0]
+
+    weights, x = array(*shape), array(PROBE, shape[1])
+    # A gathered layer; and, for both loops together, the eighth that a device has.
+    layer, whole = (FLOAT * count for count in (1024 * 2048, 4 * 1024 * 2048))
+    assert peak(step, weights, x, fsdp=8).fixed == pytest.approx(layer + turned * whole / 8, rel=1e-5)
+    assert peak(step, weights, x).fixed == pytest.approx(layer, rel=1e-5)
+
+
 def test_a_branch_is_a_border() -> None:
     def gradient(branched: bool) -> Callable[..., Any]:
         def block(up: Any, down: Any, x: Any) -> Any:

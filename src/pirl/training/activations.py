@@ -11,8 +11,9 @@ makes of a trace is not in it, so three rules say which arrays lie in memory at 
                 of its size, such as the sum that runs through all layers
     in place    results of a loop's turn, of a branch and of the step itself are written where they belong
 
-A loop holds its results from the beginning, and one turn's needs at a time. A branch is a border: everything that
-crosses it is stored, also what would otherwise have been fused.
+A loop holds its results from the beginning, and one turn's needs at a time. Weights of all layers that it gathers one
+after the other over another axis than a layer's first are there once more, turned around: XLA does that before the
+loop. A branch is a border: everything that crosses it is stored, also what would otherwise have been fused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,6 +26,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from pirl.training.memory import leaf_bytes, shard_bytes
+from pirl.training.sharding import fsdp_spec
 
 PROBE = 1009
 """Samples in a trace: a prime that divides no size of a model, so that an axis that grows with the batch shows."""
@@ -83,7 +85,13 @@ def traced_loads(jaxpr: ClosedJaxpr, *, fsdp: int = 1, fused_tokens: Collection[
             return Load(0, leaf_bytes(aval) / PROBE)
         return Load(leaf_bytes(aval) if inside else shard_bytes(aval, fsdp=fsdp))
 
-    return _Walk(size=size, inside=False).of(jaxpr.jaxpr, [_given(var) for var in jaxpr.jaxpr.invars])
+    def turned(aval: Any) -> bool:
+        """Is it gathered layer by layer over another axis than a layer's first?"""
+        shape = getattr(aval, "shape", ())
+        grows = any(axis and axis % PROBE == 0 for axis in shape)
+        return len(shape) > 2 and not grows and any(fsdp_spec(shape, aval.dtype, fsdp)[2:])
+
+    return _Walk(size=size, turned=turned, inside=False).of(jaxpr.jaxpr, [_given(var) for var in jaxpr.jaxpr.invars])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,6 +127,7 @@ class _Walk:
     """One program, equation by equation; loops and branches are walks of their own."""
 
     size: Callable[[Any, bool], Load]
+    turned: Callable[[Any], bool]
     inside: bool
     time: int = 0
     buffers: list[_Buffer] = field(default_factory=list)
@@ -192,6 +201,8 @@ class _Walk:
             if read:
                 # What a loop starts from is computed straight into what it carries along.
                 self._read(operand, stored=index not in carried)
+                if index < carried.start and not self.inside and self.turned(operand.aval):
+                    self._read(self._turned(operand), stored=True)
         results = [
             self._store(var.aval) if flag else _Value(aval=var.aval)
             for var, flag in zip(equation.outvars, wanted, strict=True)
@@ -204,9 +215,14 @@ class _Walk:
                 for index, var in enumerate(program.invars)
             ]
             flags = [True] * len(carried) + wanted[len(carried) :]
-            needs = _Walk(size=self.size, inside=True).of(program, args, flags, counted=not branch)
+            needs = _Walk(size=self.size, turned=self.turned, inside=True).of(program, args, flags, counted=not branch)
             self.nested.append((self.time, needs))
         return results
+
+    def _turned(self, value: _Value) -> _Value:
+        """The same with another axis first, as all loops that gather it read it."""
+        found = self.merged.setdefault(("turned", id(value)), ([value], [_Value(aval=value.aval)]))
+        return found[1][0]
 
     def _store(self, aval: Any) -> _Value:
         buffer = _Buffer(size=self.size(aval, self.inside), begin=self.time, end=self.time)
