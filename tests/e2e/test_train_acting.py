@@ -12,6 +12,7 @@ import pytest
 
 from collecting_runs import ONLINE, RIPT, make_trouble, online_run, ript_run, saving, traced_once
 from pirl.agents.agent import TrainState
+from pirl.agents.config import RIPTConfig
 from pirl.config import EarlyStop, RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
@@ -32,10 +33,12 @@ from pirl.training.acting import open_checkpoint
 from pirl.training.build import build_acting, build_agent, build_transform
 from pirl.training.config import KeepBest
 from pirl.training.loop import train
+from pirl.training.plan import batch_shapes
 from pirl.training.sharding import make_mesh
 from small_runs import assert_same_bits, compiled_once, position_of, records, restored, steps_of
 
 WATCHED = EvalConfig(interval=2, episodes=4)
+TABLE = TabletopConfig(max_steps=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,11 +194,12 @@ class Still:
         return jnp.zeros((len(keys), *self.shape))
 
 
-def test_replayed_pictures_are_those_of_a_dataset(tmp_path: Path) -> None:
-    """Demonstrations read from disk and episodes just collected fill one batch, picture by picture the same size."""
-    env = TabletopConfig(max_steps=4)
-    with LocalPool(env, 1) as pool:
-        with RolloutRecorder(tmp_path / "demos", info=pool.info) as recorder:
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four demonstrations on a table, and assets."""
+    folder = tmp_path_factory.mktemp("table")
+    with LocalPool(TABLE, 1) as pool:
+        with RolloutRecorder(folder / "demos", info=pool.info) as recorder:
             contexts = fixed_contexts(pool.info, 4, "train")
             for rollout in expert_rollouts(TabletopConfig(), contexts, dials=None, seed=0):
                 recorder.add(rollout)
@@ -203,12 +207,20 @@ def test_replayed_pictures_are_those_of_a_dataset(tmp_path: Path) -> None:
         name: NormStats(mean=np.zeros(dim), std=np.ones(dim), q01=-np.ones(dim), q99=np.ones(dim))
         for name, dim in (("state", 4), ("actions", 3))
     }
-    save_norm_stats(tmp_path / "assets" / "demos", stats)
-    config = shrink(get_config("acrlpd_tabletop"))
-    names = {"repo_ids": (str(tmp_path / "demos"),), "assets_dir": str(tmp_path / "assets"), "tokenizer": "word"}
-    data = replace(config.data, **names)
-    online = OnlineConfig(start_step=1, episodes=2)
-    config = saving(replace(config, data=data, env=env, online=online, evaluation=None), base_dir=str(tmp_path))
+    save_norm_stats(folder / "assets" / "demos", stats)
+    return folder
+
+
+def on_a_table(recipe: str, demos: Path, **changes: Any) -> RLTrainConfig:
+    config = shrink(get_config(recipe))
+    names = {"repo_ids": (str(demos / "demos"),), "assets_dir": str(demos / "assets"), "tokenizer": "word"}
+    return replace(config, data=replace(config.data, **names), env=TABLE, evaluation=None, **changes)
+
+
+def test_replayed_pictures_are_those_of_a_dataset(demos: Path, tmp_path: Path) -> None:
+    """Demonstrations read from disk and episodes just collected fill one batch, picture by picture the same size."""
+    config = on_a_table("acrlpd_tabletop", demos, online=OnlineConfig(start_step=1, episodes=2))
+    config = saving(config, base_dir=str(tmp_path))
     agent = Still(config)
     with build_acting(config, agent, build_transform(config), make_mesh()) as (stream, _):
         state = agent.init(None)
@@ -218,10 +230,28 @@ def test_replayed_pictures_are_those_of_a_dataset(tmp_path: Path) -> None:
         replayed = [stream._replay.frames(i)[BASE_CAMERA] for i in range(2)]  # type: ignore[attr-defined]
         assert len(kept) == len(stream._replay) == 2  # type: ignore[attr-defined]
     assert pictures[0].shape == pictures[1].shape
-    source = recorded(tmp_path / "demos", "tabletop", size=config.model.image_size)  # type: ignore[union-attr]
+    source = recorded(demos / "demos", "tabletop", size=config.model.image_size)  # type: ignore[union-attr]
     offline = np.concatenate([source.frames(i)[BASE_CAMERA] for i in range(len(source))])
     assert offline.shape[1:] == replayed[0].shape[1:] == pictures[0].shape[1:]
     known = {image.tobytes() for image in offline}
     fresh = {image.tobytes() for frames in replayed for image in frames}
     assert [all(image.tobytes() in known for image in images) for images in pictures] == [True, False]
     assert sum(image.tobytes() in fresh for image in pictures[1]) >= len(pictures[1]) // 2
+
+
+def test_batches_are_what_their_step_was_compiled_for(demos: Path) -> None:
+    """It is compiled before there is one. With another shape, or one array more, it would have to be again."""
+    ript = on_a_table("ript_tabletop", demos)
+    assert isinstance(ript.agent, RIPTConfig)
+    for config in (
+        get_config("debug"),
+        get_config("debug_bc"),
+        on_a_table("acrlpd_tabletop_online", demos),
+        ript,
+        replace(ript, agent=replace(ript.agent, bc_weight=0.1)),
+    ):
+        with build_acting(config, build_agent(config), build_transform(config), make_mesh()) as (stream, _):
+            batch = stream.example()
+        assert jax.tree.map(str, jax.tree.map(jax.typeof, batch)) == jax.tree.map(
+            str, jax.tree.map(jax.typeof, batch_shapes(config, config.batch_size))
+        ), config.name

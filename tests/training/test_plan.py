@@ -20,7 +20,7 @@ from pirl.models.config import PRESETS, Pi0Config
 from pirl.recipes import get_config
 from pirl.training.build import build_agent
 from pirl.training.memory import GIB, gib
-from pirl.training.plan import BY_SPEED, batch_shapes, choose_remat, plan, with_remat
+from pirl.training.plan import BY_SPEED, batch_shapes, choose_remat, plan, with_choices
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "measured_memory.json").read_text())
 MEASURED = GOLDEN["rows"] + GOLDEN["compiled"]
@@ -178,10 +178,14 @@ def test_the_least_rematerialisation_that_fits_is_chosen() -> None:
 
 
 class _Device:
-    """What jax says of the memory of a device."""
+    """What jax says of a device."""
+
+    platform, compute_capability = "gpu", "9.0"
 
     def __init__(self, gib: float | None) -> None:
         self._stats = None if gib is None else {"bytes_limit": int(gib * GIB)}
+        if gib is None:
+            self.platform = "cpu"
 
     def memory_stats(self) -> dict[str, int] | None:
         return self._stats
@@ -190,7 +194,9 @@ class _Device:
 def remat_on(gib: float | None, remat: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What becomes of a setting where training begins, at batch 32."""
     monkeypatch.setattr(jax, "local_devices", lambda: [_Device(gib)])
-    model = with_remat(changed("bc_aloha_fold", batch_size=32, model=BC["model"] | {"remat": remat})).model
+    attention = {"attention": "auto"} if remat == "auto" else {}
+    config = changed("bc_aloha_fold", batch_size=32, model=BC["model"] | {"remat": remat} | attention)
+    model = with_choices(config).model
     assert isinstance(model, Pi0Config)
     return model.remat
 
@@ -202,7 +208,9 @@ def test_auto_is_the_least_recomputation_that_fits(
     """All weights: nothing recomputed is far too large, and where nothing fits what needs least is tried."""
     assert Pi0Config().remat == "auto", "it is the default"
     assert remat_on(gib, "auto", monkeypatch) == remat
-    assert f"model.remat auto: {remat}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"model.remat auto: {remat}" in shown
+    assert f"model.attention auto: {'plain' if gib is None else 'cudnn'}" in shown
 
 
 def test_a_setting_that_was_said_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

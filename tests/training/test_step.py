@@ -1,6 +1,8 @@
-"""What is frozen is read where it lies: not copied, not given away, and in memory once."""
+"""What is frozen is read where it lies: not copied, not given away, in memory once. And a step is compiled once."""
 
+import logging
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from pirl.models.config import PRESETS
 from pirl.recipes import get_config
 from pirl.training.build import build_agent
 from pirl.training.plan import batch_shapes
-from pirl.training.sharding import make_mesh, state_shardings
+from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
 from pirl.training.step import Step, handed_through
 
 
@@ -128,3 +130,32 @@ def test_what_a_frozen_policy_was_is_what_it_is() -> None:
         frozen = now.dtype == jnp.bfloat16
         assert (was.unsafe_buffer_pointer() == now.unsafe_buffer_pointer()) == frozen, path
         np.testing.assert_array_equal(np.asarray(was), then, err_msg=str(path))
+
+
+def test_compiled_ahead_it_is_compiled_once(
+    compile_log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For the shapes alone, in a thread; the first call says how long it took."""
+    chosen = get_config("debug_bc")
+    agent, key, mesh = build_agent(chosen), jax.random.key(1), make_mesh()
+    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, key))
+    expected = batch_shapes(chosen, chosen.batch_size)
+    step = Step(agent, mesh, shapes)
+    step.prepare(shapes, expected, key)
+    state = step.shared(jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))(key))
+    for number in range(2):
+        batch = jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), expected), data_sharding(mesh))
+        state, metrics = step(state, batch, jax.random.fold_in(key, number))
+    assert np.isfinite(metrics["policy/loss"])
+    assert step.programs == 1
+    assert sum("Compiling jit(update)" in line for line in compile_log()) == 1
+    assert re.fullmatch(r"step compiled in \d+ s(, kept in .*)?\n", capsys.readouterr().out)
+
+
+@pytest.fixture
+def compile_log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What jax says of programs it compiles, in all threads."""
+    jax.config.update("jax_log_compiles", True)
+    with caplog.at_level(logging.WARNING):
+        yield lambda: [record.getMessage() for record in caplog.records]
+    jax.config.update("jax_log_compiles", False)

@@ -14,6 +14,7 @@ from pirl.agents.ript import RIPT
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
 from pirl.errors import EnvError
+from pirl.models.config import Pi0Config
 from pirl.models.params import Params
 from pirl.rollout.collect import CollectionStoppedError
 from pirl.training import distributed
@@ -27,7 +28,7 @@ from pirl.training.interrupt import stop_on_signal
 from pirl.training.memory import GPUMemoryMonitor
 from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
 from pirl.training.pictures import save_camera_grid
-from pirl.training.plan import with_remat
+from pirl.training.plan import batch_shapes, with_choices
 from pirl.training.progress import Progress
 from pirl.training.run_metadata import run_metadata
 from pirl.training.sharding import check_batch, make_mesh, sharded_shapes, state_shardings
@@ -58,7 +59,8 @@ def train(
     distributed.initialize()
     mesh = make_mesh(config.mesh.fsdp)
     check_batch(config.batch_size, mesh)
-    agent, transform = agent or build_agent(with_remat(config)), build_transform(config)
+    known = agent is None and isinstance(config.model, Pi0Config)
+    agent, transform = agent or build_agent(with_choices(config)), build_transform(config)
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
     with jax.debug_nans(config.debug_nans), build_acting(config, agent, transform, mesh) as acting:
@@ -72,6 +74,8 @@ def train(
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
                 check_compatible(saved.metadata().get("config", {}), to_dict(config), ignore=EXPECTED_CHANGES)
         assets = {asset_id(config): transform.norm_stats or {}}
+        if known:  # while the weights are read
+            update.prepare(shapes, batch_shapes(config, config.batch_size), train_key)
         with Checkpoints(
             config.run_dir, config.checkpoint, run=run_metadata(to_dict(config)), norm_stats=assets
         ) as checkpoints:
@@ -124,8 +128,8 @@ def run(
                 for batch in stream.round(step, state, lambda: bool(stop), progress.say):
                     if updates == 0 and is_main:
                         save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
-                    log.count_flops(partial(step_flops, config, agent, state, batch))
                     state, metrics = update(state, batch, jax.random.fold_in(key, updates))
+                    log.count_flops(partial(step_flops, config, agent, state, batch))
                     updates += 1
                     stream.notice(metrics)
                     log.gather(metrics)

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from pirl.agents.config import ACRLPDConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError
-from pirl.models.config import Pi0Config, Remat
+from pirl.models import attention
+from pirl.models.config import Attention, Pi0Config, Remat
 from pirl.models.freeze import split, trainable_mask
 from pirl.models.params import count, flatten
 from pirl.models.pi0 import param_shapes
@@ -152,20 +153,28 @@ def plan(
     )
 
 
-def with_remat(config: RLTrainConfig) -> RLTrainConfig:
-    """The configuration with `model.remat` `auto` decided for the devices that are here, and a line that says it."""
+def with_choices(config: RLTrainConfig) -> RLTrainConfig:
+    """The configuration with `model.remat` `auto` decided for the devices that are here. Says that, and what attention
+    `auto` is.
+    """
     model = config.model
-    if not isinstance(model, Pi0Config) or model.remat != "auto":
+    if not isinstance(model, Pi0Config):
         return config
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    # The limit is XLA's share of the device already.
-    chosen = choose_remat(
-        config, device_gb=limit / GIB if limit else None, devices=jax.device_count(), usable_fraction=0.95
-    )
-    room = f"what fits into {limit / GIB:.0f} GiB" if limit else "memory is no concern on a CPU"
-    if is_main():
-        print(f"model.remat auto: {chosen} ({room})")
-    return replace(config, model=replace(model, remat=chosen))
+    fused = attention.kernel(model, model.vlm.head_dim) is not None
+    said = [f"model.attention auto: {'cudnn' if fused else 'plain'}"] if model.attention == "auto" else []
+    if model.remat == "auto":
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        # The limit is XLA's share of the device already. Only the attention that will be used needs to be planned for.
+        known = replace(config, model=replace(model, attention="xla" if fused else "plain"))
+        chosen = choose_remat(
+            known, device_gb=limit / GIB if limit else None, devices=jax.device_count(), usable_fraction=0.95
+        )
+        room = f"what fits into {limit / GIB:.0f} GiB" if limit else "memory is no concern on a CPU"
+        said.append(f"model.remat auto: {chosen} ({room})")
+        config = replace(config, model=replace(model, remat=chosen))
+    if is_main() and said:
+        print("\n".join(said))
+    return config
 
 
 def choose_remat(
@@ -267,8 +276,8 @@ def _trace(config: RLTrainConfig) -> _Trace:
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(build_agent(config).init, key)
 
-    def traced(attention: Any) -> Any:
-        agent = build_agent(replace(config, model=replace(model, attention=attention)))
+    def traced(how: Attention) -> Any:
+        agent = build_agent(replace(config, model=replace(model, attention=how)))
         return jax.make_jaxpr(agent.update)(state, batch, key)
 
     programs: list[tuple[Any, frozenset[int]]] = []
@@ -309,14 +318,12 @@ def batch_shapes(config: RLTrainConfig, size: int) -> Any:
         batch = {"observations": observations, "actions": chunks, "executed": steps, "advantage": number}
         batch |= {"weight": number, "fresh": number, "acceptance": number}
         return batch | ({"demos": demonstrations} if agent.bc_weight else {})
-    if not config.has_critic:
-        return demonstrations
-    scalars = ("next_terminal", "sequence_mask", "reward_sum", "mc_return")
     return demonstrations | {
-        "next_observations": observations,
+        **({"next_observations": observations} if config.has_critic else {}),
+        **dict.fromkeys(("rewards", "masks", "terminals"), steps),
+        **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
         "critic_actions": rows(config.critic_horizon, model.action_dim),
         "length": rows(dtype=jnp.int32),
-        **dict.fromkeys(scalars, number),
     }
 
 

@@ -5,6 +5,8 @@ output is promised. It is therefore handed in beside the rest, and what comes ou
 of frozen weights, or what they were at the beginning, is these weights and not a second copy.
 """
 
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,7 +31,7 @@ class Step:
         self._origin = handed_through(agent, shapes)
         self._read = sorted(set(self._origin.values()))
         changing, frozen = self._split(state_shardings(mesh, shapes))
-        batches, everywhere = data_sharding(mesh), replicated(mesh)
+        self._batches, everywhere = data_sharding(mesh), replicated(mesh)
         transformer = isinstance(getattr(agent, "policy", None), Pi0)
 
         def update(changing: list[Any], frozen: list[Any], batch: Any, key: jax.Array) -> tuple[list[Any], Any]:
@@ -41,12 +43,14 @@ class Step:
             return self._split(state)[0], metrics
 
         self._program = jax.jit(
-            batch_on(batches)(update),
-            in_shardings=(changing, frozen, batches, everywhere),
+            batch_on(self._batches)(update),
+            in_shardings=(changing, frozen, self._batches, everywhere),
             out_shardings=(changing, everywhere),
             donate_argnums=0,
             compiler_options=compiler.for_training(all_trains=transformer and not self._origin) or None,
         )
+        self._ahead: Future[float] | None = None
+        self._compiled = False
 
     def __call__(
         self, state: TrainState, batch: Any, key: jax.Array, program: Any = None
@@ -56,6 +60,8 @@ class Step:
         `program` is what `lower` gave, compiled: for those who want to do that beforehand.
         """
         changing, frozen = self._split(state)
+        if not (program or self._compiled):
+            self._say(self._ahead.result() if self._ahead else 0.0, self._compile(changing, frozen, batch, key))
         changing, metrics = (program or self._program)(changing, frozen, batch, key)
         return jax.tree.unflatten(self._structure, self._joined(changing, frozen)), metrics
 
@@ -66,6 +72,25 @@ class Step:
     def lower(self, state: TrainState, batch: Any, key: jax.Array) -> jax.stages.Lowered:
         """The program for these shapes, to be looked at."""
         return self._program.lower(*self._split(state), batch, key)
+
+    def prepare(self, state: TrainState, batch: Any, key: jax.Array) -> None:
+        """Begin to compile for these shapes, in a thread: what they will hold can be read meanwhile.
+
+        The first call waits for it. One with other shapes compiles for those.
+        """
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batches), batch)
+        self._ahead = ThreadPoolExecutor(1, "compile").submit(self._compile, *self._split(state), batch, key)
+
+    def _compile(self, *args: Any) -> float:
+        """Seconds until there is a program for such arguments. jax keeps it: a call does not compile again."""
+        begin = time.perf_counter()
+        self._program.lower(*args).compile()
+        return time.perf_counter() - begin
+
+    def _say(self, *seconds: float) -> None:
+        kept, self._compiled = jax.config.jax_compilation_cache_dir, True
+        if jax.process_index() == 0:
+            print(f"step compiled in {sum(seconds):.0f} s{f', kept in {kept}' if kept else ''}")
 
     @property
     def programs(self) -> int:
