@@ -52,8 +52,8 @@ from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.robots import Robot, generic
 from pirl.data.stats import compute_norm_stats
 from pirl.models.config import Pi0Config, get_preset
-from pirl.models.placement import batch_on
-from pirl.training.sharding import data_sharding, make_mesh, replicated, state_shardings
+from pirl.training.sharding import data_sharding, make_mesh, state_shardings
+from pirl.training.step import Step as TrainingStep
 
 FPS, TASK, DISCOUNT = 50, "move the red cube", 0.99
 HELD = 10
@@ -88,17 +88,17 @@ def png(picture: np.ndarray) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def write_dataset(root: Path, robot: Robot, args: argparse.Namespace) -> None:
-    """A LeRobot dataset. Its files hold pictures only if the pool is to decode them."""
-    keys, columns = [key for (key,) in robot.cameras.values()], (names.LEROBOT_STATE, names.LEROBOT_ACTION)
+def write_dataset(root: Path, keys: Sequence[str], dims: int, args: argparse.Namespace) -> None:
+    """A LeRobot dataset with these cameras. Its files hold pictures only if the pool is to decode them."""
+    columns = (names.LEROBOT_STATE, names.LEROBOT_ACTION)
     features: dict[str, Any] = {key: {"dtype": "image", "shape": [args.size, args.size, 3]} for key in keys}
-    features |= {key: {"dtype": "float32", "shape": [robot.state_dim]} for key in columns}
+    features |= {key: {"dtype": "float32", "shape": [dims]} for key in columns}
     features |= {names.NEXT_SUCCESS: {"dtype": "bool", "shape": [1]}, **STANDARD_FEATURES}
     stored = parse_features({key: value for key, value in features.items() if args.decode or key not in keys})
 
     def write(episode: int) -> None:
         rng, steps = np.random.default_rng([episode, len(keys)]), np.arange(args.steps)
-        state = np.cumsum(rng.normal(0, 0.02, (args.steps, robot.state_dim)), axis=0)
+        state = np.cumsum(rng.normal(0, 0.02, (args.steps, dims)), axis=0)
         values: dict[str, Any] = dict(zip(columns, (state, state + rng.normal(0, 0.01, state.shape)), strict=True))
         values[names.NEXT_SUCCESS] = (steps == args.steps - 1) & (episode % 2 == 0)
         values |= {"timestamp": steps / FPS, "frame_index": steps, "index": steps + episode * args.steps}
@@ -125,7 +125,7 @@ def open_dataset(folder: Path, config: Pi0Config, args: argparse.Namespace) -> t
     robot = generic(name="arm", state_dim=dims, action_dim=dims, cameras=cameras)
     root = folder / f"{args.episodes}x{args.steps}x{len(cameras)}x{args.size}-{dims}{'-png' if args.decode else ''}"
     if not (root / INFO_FILE).exists():
-        write_dataset(root, robot, args)
+        write_dataset(root, list(cameras.values()), dims, args)
     # An episode is never kept for the next pass: in a large dataset that is too far away.
     cache = CacheConfig(tier="pool", folder=str(folder / "frames"), pool_bytes=0)
     source = LeRobotSource(root, cameras=cameras, image_size=config.image_size, cache=cache)
@@ -181,14 +181,9 @@ def make_step(config: Pi0Config, row: gpu.Row, args: argparse.Namespace) -> Step
     if args.gap is not None:
         return lambda _: time.sleep(args.gap / 1e3)
     agent, mesh, key = gpu.make_agent(config, row, augment=args.augment), make_mesh(), jax.random.key(0)
-    states, batches = state_shardings(mesh, jax.eval_shape(agent.init, key)), data_sharding(mesh)
-    update = jax.jit(
-        batch_on(batches)(agent.update),
-        in_shardings=(states, batches, replicated(mesh)),
-        out_shardings=(states, replicated(mesh)),
-        donate_argnums=0,
-    )
-    held, numbers = [jax.jit(agent.init, out_shardings=states)(key)], count()
+    shapes = jax.eval_shape(agent.init, key)
+    update, init = TrainingStep(agent, mesh, shapes), jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))
+    held, numbers = [update.shared(init(key))], count()
 
     def step(batch: Any) -> Any:
         state, metrics = update(held.pop(), batch, jax.random.fold_in(key, next(numbers)))

@@ -212,3 +212,29 @@ def test_signs_a_terminal_cannot_show_are_no_error() -> None:
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "robot policies" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "share"),
+    [
+        (["train", "debug"], {}, "0.9"),
+        (["train", "debug"], {"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
+        (["train", "debug"], {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, None),
+        (["eval", "run"], {}, None),
+    ],
+)
+def test_training_takes_most_of_the_memory_and_keeps_its_programs(
+    words: list[str], given: dict[str, str], share: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*app.MEMORY_SETTINGS, "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(sys, "argv", ["pirl", *words])
+    monkeypatch.setattr(app, "run", lambda _: seen.update(os.environ) or 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())
+        assert app.main() == 0
+    assert seen.get("XLA_CLIENT_MEM_FRACTION") == share
+    assert Path(seen["JAX_COMPILATION_CACHE_DIR"]).name == "compiled"

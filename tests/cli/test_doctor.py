@@ -106,7 +106,7 @@ def test_video(check, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "ok", "said"),
     [
-        ({}, None, "XLA_CLIENT_MEM_FRACTION=0.9"),
+        ({}, True, ""),
         ({NEW: "0.9"}, True, ""),
         ({OLD: "0.95"}, True, ""),
         ({NEW: "0.5"}, None, f"export {NEW}=0.9"),

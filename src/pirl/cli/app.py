@@ -51,6 +51,10 @@ examples:
   pirl inspect checkpoint checkpoints/my_run/20000
   pirl VERB --help                              what a verb takes, with examples"""
 
+TRAINING_SHARE = "0.9"
+"""Of the GPU's memory is `pirl train`'s, as `pirl plan` reckons; jax would take 0.75."""
+MEMORY_SETTINGS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+"""Who has set one of them knows better; jax refuses GPUs with both."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 """What a shell reports for a program that SIGPIPE ended: the reader went away, and not all was written."""
@@ -153,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete()
     if argv is None:  # a process of its own: what it compiles is kept for the next one
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pirl_home() / "compiled"))
+        if sys.argv[1:2] == ["train"] and not MEMORY_SETTINGS & os.environ.keys():
+            os.environ["XLA_CLIENT_MEM_FRACTION"] = TRAINING_SHARE
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a sign is no reason to fail
             stream.reconfigure(errors="replace")
