@@ -84,7 +84,7 @@ def training(config: Pi0Config, params: Any, seen: Observation) -> Values:
         error = flow.squared_error(policy, params, policy.encode(params, seen), actions, draws)
         return error.mean(), error.mean((1, 3))
 
-    options = None if config.attention == "plain" else compiler.for_training(all_trains=True) or None
+    options = None if config.attention == "plain" else compiler.for_training(transformer=True) or None
     grads, steps = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(params)
     grouped: dict[str, list[np.ndarray]] = {}
     for path, leaf in flatten(grads).items():

@@ -82,7 +82,7 @@ def program(row: gpu.Row, args: argparse.Namespace) -> tuple[Any, Any, dict[str,
         agent = gpu.make_agent(config, row, augment=args.augment)
         held = [jax.jit(agent.init)(jax.random.key(0))]
         flops = flops_by_part(gpu.make_agent(counted, row, augment=args.augment).update, PARTS, held[0], data, key)
-        options = compiler.for_training(all_trains=row.rule == "full") or None
+        options = compiler.for_training(transformer=True) or None
         step = jax.jit(agent.update, donate_argnums=0, compiler_options=options)
         compiled = step.lower(held[0], data, key).compile()
 

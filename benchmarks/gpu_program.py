@@ -64,7 +64,7 @@ def program(row: gpu.Row, remat: Any, mesh: jax.sharding.Mesh) -> Any:
     batch = jax.tree.map(lambda x: placed(x, data_sharding(mesh)), data)
     step = Step(agent, mesh, state).lower(sharded_shapes(mesh, state), batch, placed(key, replicated(mesh)))
     # Triton's products are chosen by trying them, which takes a device.
-    return step.compile(compiler_options=compiler.TRAINING | compiler.ALL_TRAINS)
+    return step.compile(compiler_options=compiler.TRAINING | compiler.TRANSFORMER)
 
 
 def loops(text: str, least: int) -> Iterator[str]:

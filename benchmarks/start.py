@@ -117,6 +117,7 @@ def start(run: Run, config: RLTrainConfig, folder: Path, args: argparse.Namespac
     file = write_yaml(folder / f"{run.rule}.yaml", replace(config, num_train_steps=steps), overwrite=True)
     how = "--resume" if run.resume else "--overwrite"
     environment = os.environ | {"PIRL_HOME": str(folder / "home" / run.rule), "PYTHONUNBUFFERED": "1"}
+    environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION")  # `gpu.py`'s
     command = [sys.executable, "-m", "pirl", "train", str(file), how]
     began, log = time.time(), folder / "log.txt"
     metrics, found = config.run_dir / "metrics.jsonl", {"name": run.name}

@@ -6,7 +6,7 @@ from pirl.training import compiler
 
 
 def test_none_without_a_gpu() -> None:
-    assert compiler.for_training(all_trains=True) == {}
+    assert compiler.for_training(transformer=True) == {}
     assert compiler.for_acting() == {}
 
 
@@ -15,5 +15,5 @@ def test_what_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyP
     wanted = dict(compiler.TRAINING)
     monkeypatch.setattr(compiler, "TRAINING", wanted | {"xla_gpu_no_such_thing": True})
     assert compiler.for_training() == wanted
-    assert compiler.for_training(all_trains=True) == wanted | compiler.ALL_TRAINS
+    assert compiler.for_training(transformer=True) == wanted | compiler.TRANSFORMER
     assert compiler.for_acting() == compiler.ACTING

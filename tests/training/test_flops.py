@@ -216,12 +216,16 @@ def test_a_run_logs_its_share_of_the_peak_of_all_devices(tmp_path: Path, monkeyp
 
 
 def test_operations_are_counted_only_where_the_peak_is_known() -> None:
-    ticks = iter([0.0, 2.0])
+    ticks, counted = iter([0.0, 2.0, 7.0, 8.0]), list[int]()
     timers = Timers(batch_size=1, peak_flops=100.0, clock=lambda: next(ticks))
-    timers.count_flops(lambda: 50)
-    timers.tick()
-    timers.tick()
+    for _ in range(2):
+        timers.count_flops(lambda: counted.append(1) or 50)
+        timers.tick()
+        assert not counted, "the first steps do not wait for it"
     assert timers.read()["time/mfu"] == 0.25
+    timers.tick()
+    assert timers.read() == {"time/step_seconds": 1.0, "time/samples_per_second": 1.0, "time/mfu": 0.5}
+    assert counted == [1]
 
     def never() -> int:
         raise AssertionError("nobody can use this")

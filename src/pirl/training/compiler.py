@@ -15,17 +15,17 @@ TRAINING: Options = {
 """A loop over layers fills the memory in which it keeps things for the backward pass: it need not be zeroed before. And
 the residual that a product adds to needs no copy where it has been kept already.
 """
-ALL_TRAINS: Options = {"xla_gpu_enable_triton_gemm": False}
+TRANSFORMER: Options = {"xla_gpu_enable_triton_gemm": False}
 """cuBLAS alone: its products write the gradients of stacked layers in place and add biases themselves, and there is
-less to choose from at compile time. Not where weights are frozen: a product that reads a part of a stack is not tuned.
+less to choose from at compile time.
 """
 ACTING: Options = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """Kernels wait for those they read from, not for all before them. Most are small where one chunk is sampled."""
 
 
-def for_training(*, all_trains: bool = False) -> Options:
-    """Options of `jax.jit` for a training step. `all_trains`: of a transformer, and nothing of it is frozen."""
-    return _known(TRAINING | (ALL_TRAINS if all_trains else {}))
+def for_training(*, transformer: bool = False) -> Options:
+    """Options of `jax.jit` for a training step."""
+    return _known(TRAINING | (TRANSFORMER if transformer else {}))
 
 
 def for_acting() -> Options:

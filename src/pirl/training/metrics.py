@@ -86,14 +86,17 @@ class Timers:
     ) -> None:
         """`flops_per_step` and `peak_flops` are of all devices together; without either there is no MFU."""
         self._batch_size, self._flops, self._peak, self._clock = batch_size, flops_per_step, peak_flops, clock
+        self._count: Callable[[], int | float] | None = None
         self._start: float | None = None
         self._steps = 0
         self._paused = 0.0
 
     def count_flops(self, count: Callable[[], int | float]) -> None:
-        """Learn the operations of a step, once its shapes are known; not asked where nobody could tell the MFU."""
+        """How to count the operations of a step, once its shapes are known. That takes a while: it is done when the MFU
+        is first told, not before the first step; and not at all where nobody could tell it.
+        """
         if self._peak is not None and self._flops is None:
-            self._flops = count()
+            self._count = self._count or count
 
     def tick(self) -> None:
         """One more step is done (or dispatched)."""
@@ -123,6 +126,8 @@ class Timers:
                 "time/step_seconds": elapsed / self._steps,
                 "time/samples_per_second": self._batch_size * self._steps / elapsed,
             }
+            if self._count is not None:
+                self._flops, self._count, now = self._count(), None, self._clock()
             if self._flops and self._peak:
                 values["time/mfu"] = self._flops * self._steps / elapsed / self._peak
         self._start, self._steps, self._paused = now, 0, 0.0

@@ -47,7 +47,7 @@ class Step:
             in_shardings=(changing, frozen, self._batches, everywhere),
             out_shardings=(changing, everywhere),
             donate_argnums=0,
-            compiler_options=compiler.for_training(all_trains=transformer and not self._origin) or None,
+            compiler_options=compiler.for_training(transformer=transformer) or None,
         )
         self._ahead: Future[float] | None = None
         self._compiled = False
