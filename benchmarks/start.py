@@ -12,6 +12,7 @@ itself, and goes on once. Seconds are from the process's start; `step` is what t
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
+from pirl.data.lerobot import INFO_FILE
 from pirl.data.normalize import save_norm_stats
 from pirl.data.robots import get_robot
 from pirl.data.stats import compute_norm_stats
@@ -50,6 +52,8 @@ class Run:
     """One start of the command."""
 
     name: str
+    """What `--only` calls it."""
+    what: str
     """What the table calls it."""
     rule: FreezeRule
     """What trains."""
@@ -60,10 +64,10 @@ class Run:
 
 
 RUNS = (
-    Run(name="all weights, cold", rule="full", kept=False),
-    Run(name="all weights, programs kept", rule="full", kept=True),
-    Run(name="VLM frozen, cold", rule="vlm_frozen", kept=False),
-    Run(name="VLM frozen, resumed", rule="vlm_frozen", kept=True, resume=True),
+    Run(name="cold", what="all weights, cold", rule="full", kept=False),
+    Run(name="kept", what="all weights, programs kept", rule="full", kept=True),
+    Run(name="frozen", what="VLM frozen, cold", rule="vlm_frozen", kept=False),
+    Run(name="resumed", what="VLM frozen, resumed", rule="vlm_frozen", kept=True, resume=True),
 )
 
 
@@ -84,7 +88,8 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLTrainConfig:
     robot, root = get_robot("aloha"), folder / "data"
     keys = [f"{LEROBOT_IMAGES}.{name}" for name in ("cam_high", "cam_left_wrist", "cam_right_wrist")]
     args.size, args.decode = model.image_size, True
-    stall.write_dataset(root, keys, robot.action_dim, args)
+    if not (root / INFO_FILE).exists():
+        stall.write_dataset(root, keys, robot.action_dim, args)
     data = DataConfig(
         repo_ids=(str(root),),
         robot="aloha",
@@ -95,7 +100,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLTrainConfig:
         critic_horizon=gpu.critic_horizon(model),
     )
     source = create_source(data, robot, image_size=model.image_size)
-    save_norm_stats(folder / "assets/arm", compute_norm_stats(source, robot, model.horizon))
+    save_norm_stats(folder / "assets/arm", compute_norm_stats(source, robot, model.horizon), overwrite=True)
     return replace(
         get_config("acrlpd_aloha_fold"),
         model=model,
@@ -118,9 +123,11 @@ def start(run: Run, config: RLTrainConfig, folder: Path, args: argparse.Namespac
     how = "--resume" if run.resume else "--overwrite"
     environment = os.environ | {"PIRL_HOME": str(folder / "home" / run.rule), "PYTHONUNBUFFERED": "1"}
     environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION")  # `gpu.py`'s
+    if not run.kept:
+        shutil.rmtree(environment["PIRL_HOME"], ignore_errors=True)
     command = [sys.executable, "-m", "pirl", "train", str(file), how]
     began, log = time.time(), folder / "log.txt"
-    metrics, found = config.run_dir / "metrics.jsonl", {"name": run.name}
+    metrics, found = config.run_dir / "metrics.jsonl", {"what": run.what}
     with (
         log.open("w+") as output,
         subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT) as process,
@@ -170,7 +177,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for found in results:
         times = (f"{found[name]:.1f} s" for name in ("decided_s", "compiled_s", "first_s"))
-        yield f"| {found['name']} | {' | '.join(times)} | {found['step_s']:.3f} s | {found['ended_s']:.1f} s |"
+        yield f"| {found['what']} | {' | '.join(times)} | {found['step_s']:.3f} s | {found['ended_s']:.1f} s |"
 
 
 def main() -> int:
@@ -181,7 +188,8 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=12, help="steps of a run")
     parser.add_argument("--episodes", type=int, default=8, help="of the dataset")
     parser.add_argument("--steps", type=int, default=100, help="of an episode")
-    parser.add_argument("--dir", type=Path, help="work in this folder, and keep it")
+    parser.add_argument("--only", default=",".join(run.name for run in RUNS), help="runs, separated by commas")
+    parser.add_argument("--dir", type=Path, help="work in this folder, and use its weights and data the next time")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--weights-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -192,12 +200,13 @@ def main() -> int:
         folder, began = args.dir or Path(scratch), time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
         words = ["--weights-only", "--preset", args.preset, "--dir", str(folder / "weights")]
-        subprocess.run([sys.executable, __file__, *words], check=True)
+        if not (folder / "weights").exists():
+            subprocess.run([sys.executable, __file__, *words], check=True)
         jax.config.update("jax_platforms", "cpu")  # the GPU is the runs' alone
         config = make_config(folder, args)
         print(f"weights and data made in {time.perf_counter() - began:.0f} s", flush=True)
         results = []
-        for run in RUNS:
+        for run in (run for run in RUNS if run.name in args.only.split(",")):
             results.append(start(run, config, folder, args))
             print(json.dumps(results[-1]), flush=True)
             if args.json:

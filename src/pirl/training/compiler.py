@@ -9,11 +9,14 @@ from pirl.models.attention import cuda_capability
 Options = dict[str, bool | str]
 
 TRAINING: Options = {
+    "xla_gpu_exclude_nondeterministic_ops": True,
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     "xla_gpu_copy_insertion_use_region_analysis": True,
 }
-"""A loop over layers fills the memory in which it keeps things for the backward pass: it need not be zeroed before. And
-the residual that a product adds to needs no copy where it has been kept already.
+"""The same twice is the same to the bit, or a resumed run would not be the one that was interrupted: cuDNN's attention
+otherwise adds its gradients up in any order. A loop over layers fills the memory in which it keeps things for the
+backward pass: it need not be zeroed before. And the residual that a product adds to needs no copy where it has been
+kept already.
 """
 TRANSFORMER: Options = {"xla_gpu_enable_triton_gemm": False}
 """cuBLAS alone: its products write the gradients of stacked layers in place and add biases themselves, and there is
