@@ -127,7 +127,7 @@ def start(run: Run, config: RLTrainConfig, folder: Path, args: argparse.Namespac
         shutil.rmtree(environment["PIRL_HOME"], ignore_errors=True)
     command = [sys.executable, "-m", "pirl", "train", str(file), how]
     began, log = time.time(), folder / "log.txt"
-    metrics, found = config.run_dir / "metrics.jsonl", {"what": run.what}
+    metrics, found = config.run_dir / "metrics.jsonl", dict[str, Any](what=run.what)
     with (
         log.open("w+") as output,
         subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT) as process,

@@ -140,6 +140,12 @@ def test_compiled_ahead_it_is_compiled_once(
     agent, key, mesh = build_agent(chosen), jax.random.key(1), make_mesh()
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, key))
     expected = batch_shapes(chosen, chosen.batch_size)
+    with Step(agent, mesh, shapes) as left:
+        left.prepare(shapes, expected, key)
+    assert left._ahead is not None
+    left._ahead.result()
+    assert not finished(compile_log()), "who leaves does not wait for it"
+
     step = Step(agent, mesh, shapes)
     step.prepare(shapes, expected, key)
     state = step.shared(jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))(key))
@@ -148,8 +154,12 @@ def test_compiled_ahead_it_is_compiled_once(
         state, metrics = step(state, batch, jax.random.fold_in(key, number))
     assert np.isfinite(metrics["policy/loss"])
     assert step.programs == 1
-    assert sum("Compiling jit(update)" in line for line in compile_log()) == 1
+    assert finished(compile_log()) == 1
     assert re.fullmatch(r"step compiled in \d+ s(, kept in .*)?\n", capsys.readouterr().out)
+
+
+def finished(lines: list[str]) -> int:
+    return sum("Finished XLA compilation of jit(update)" in line for line in lines)
 
 
 @pytest.fixture

@@ -141,9 +141,14 @@ def prepared(
         how = attention.kernel(config, config.expert.head_dim)
         if how == "cudnn" and x.shape[0] * x.shape[1] < FEW:
             how = None
-        for w, cache in zip(layers, shared, strict=True):
+
+        @jax.jit  # traced once, not once per layer
+        def block(w: Params, x: Array, turn: Rotation, cache: tuple[Array, Array, Array], cond: Array | None) -> Array:
             attend = _plain(*cache) if how is None else _fused(how, *cache)
-            x, _, _ = _block(w, config.expert, x, turn, attend, cond)
+            return _block(w, config.expert, x, turn, attend, cond)[0]
+
+        for w, cache in zip(layers, shared, strict=True):
+            x = block(w, x, turn, cache, cond)
         return _norm(final_norm, x, None if cond is None else _modulation(last, cond))[0]
 
     return run

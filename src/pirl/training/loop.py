@@ -1,5 +1,6 @@
 """The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
 
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -59,13 +60,16 @@ def train(
     distributed.initialize()
     mesh = make_mesh(config.mesh.fsdp)
     check_batch(config.batch_size, mesh)
-    known = agent is None and isinstance(config.model, Pi0Config)
+    ahead = agent is None and isinstance(config.model, Pi0Config) and not (dry_run or config.debug_nans)
     agent, transform = agent or build_agent(with_choices(config)), build_transform(config)
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
-    with jax.debug_nans(config.debug_nans), build_acting(config, agent, transform, mesh) as acting:
-        stream, evaluator = acting
-        update = Step(agent, mesh, shapes)
+    with ExitStack() as parts:
+        parts.enter_context(jax.debug_nans(config.debug_nans))
+        update = parts.enter_context(Step(agent, mesh, shapes))
+        if ahead:  # while data and weights are read
+            update.prepare(shapes, batch_shapes(config, config.batch_size), train_key)
+        stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh))
         if dry_run:
             describe_run(config, mesh, shapes, update, stream)
             return 0
@@ -74,8 +78,6 @@ def train(
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
                 check_compatible(saved.metadata().get("config", {}), to_dict(config), ignore=EXPECTED_CHANGES)
         assets = {asset_id(config): transform.norm_stats or {}}
-        if known:  # while the weights are read
-            update.prepare(shapes, batch_shapes(config, config.batch_size), train_key)
         with Checkpoints(
             config.run_dir, config.checkpoint, run=run_metadata(to_dict(config)), norm_stats=assets
         ) as checkpoints:

@@ -23,7 +23,10 @@ from pirl.training.sharding import data_sharding, replicated, state_shardings
 
 
 class Step:
-    """`agent.update`; the state keeps its shards, metrics are everywhere the same."""
+    """`agent.update`; the state keeps its shards, metrics are everywhere the same.
+
+    As a context it compiles ahead only while inside: who leaves in the middle does not wait for a program.
+    """
 
     def __init__(self, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> None:
         """`shapes` is the state's, as `jax.eval_shape` gives it."""
@@ -50,7 +53,14 @@ class Step:
             compiler_options=compiler.for_training(transformer=transformer) or None,
         )
         self._ahead: Future[float] | None = None
-        self._compiled = False
+        self._compiled = self._left = False
+
+    def __enter__(self) -> "Step":
+        self._left = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left = True
 
     def __call__(
         self, state: TrainState, batch: Any, key: jax.Array, program: Any = None
@@ -84,11 +94,13 @@ class Step:
     def _compile(self, *args: Any) -> float:
         """Seconds until there is a program for such arguments. jax keeps it: a call does not compile again."""
         begin = time.perf_counter()
-        self._program.lower(*args).compile()
+        lowered = self._program.lower(*args)
+        if not self._left:
+            lowered.compile()
         return time.perf_counter() - begin
 
     def _say(self, *seconds: float) -> None:
-        kept, self._compiled = jax.config.jax_compilation_cache_dir, True
+        kept, self._compiled = getattr(jax.config, "jax_compilation_cache_dir", None), True
         if jax.process_index() == 0:
             print(f"step compiled in {sum(seconds):.0f} s{f', kept in {kept}' if kept else ''}")
 
