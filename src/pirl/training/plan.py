@@ -262,7 +262,8 @@ def _largest_batch(loads: tuple[Load, ...], batch: float, room: int) -> int:
 
 def _essence(config: RLTrainConfig) -> RLTrainConfig:
     """The configuration without what a trace does not depend on, so that variations share theirs."""
-    agent = replace(config.agent, accumulate=1)
+    # Pictures are augmented long before the peak, and tracing that is a quarter of all tracing.
+    agent = replace(config.agent, accumulate=1, augment=False)
     return replace(config, agent=agent, batch_size=1, mesh=replace(config.mesh, fsdp=1))
 
 
