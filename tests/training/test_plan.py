@@ -4,6 +4,7 @@ Tracing is all of the time, and configurations that are traced alike are traced 
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict
 from pirl.errors import ConfigError
 from pirl.models.config import PRESETS, Pi0Config
-from pirl.recipes import get_config
+from pirl.recipes import aloha, droid, get_config, libero
 from pirl.training.build import build_agent
 from pirl.training.memory import GIB, gib
 from pirl.training.plan import BY_SPEED, batch_shapes, choose_remat, plan, with_choices
@@ -48,6 +49,23 @@ BC: dict[str, Any] = {"model": {"horizon": 50, "remat": "full", "attention": "pl
 def test_the_plan_agrees_with_peaks_measured_on_a_gpu(row: dict[str, Any]) -> None:
     found = plan(changed(row["recipe"], **row["change"]), device_gb=139)
     assert found.peak / GIB == pytest.approx(row["gib"], rel=0.1)
+
+
+SAID = [
+    found for module in (aloha, droid, libero) for found in re.findall(r"(\w+_\w+) (\d+) GiB", module.__doc__ or "")
+]
+
+
+@pytest.mark.parametrize(("recipe", "said"), SAID, ids=[recipe for recipe, _ in SAID])
+def test_recipes_say_what_is_planned(recipe: str, said: str) -> None:
+    """With everything rematerialised; without adapters shared by 8 devices, but for one that is said to take one."""
+    alone = recipe.endswith("_lora") or recipe == "bc_aloha_fold"
+    config = changed(recipe, model={"remat": "full"}, mesh={"fsdp": 1 if alone else 8})
+    assert round(plan(config, device_gb=139).peak / GIB) == int(said)
+
+
+def test_there_are_recipes_that_say_so() -> None:
+    assert len(SAID) == 7
 
 
 def test_what_is_largest_fits_and_one_more_does_not() -> None:

@@ -18,9 +18,8 @@ hl_gauss` is what the other recipes use. Behaviour cloning has OpenPI's own sett
 RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed as OpenPI's
 client does, groups of 8 rollouts, faithful rendering since the checkpoint was trained on such pictures.
 
-Hardware, as `pirl plan` computes it, not measured: acrlpd_aloha_fold 12.1 GiB on each of 8 devices with --mesh.fsdp 8;
-acrlpd_aloha_fold_lora 18.4 GiB, so one card of 24 GB; bc_aloha_fold 66.1 GiB on one device; all with --model.remat
-full.
+Hardware, as `pirl plan` computes it, not measured: acrlpd_aloha_fold 12 GiB on each of 8 devices with --mesh.fsdp 8;
+acrlpd_aloha_fold_lora 18 GiB, so one card of 24 GB; bc_aloha_fold 62 GiB on one device; all with --model.remat full.
 Results: not run at full size yet.
 """
 

@@ -10,7 +10,7 @@ columns of OpenPI's DROID converter and one that says what was achieved (next.su
 of the checkpoint, copied from its folder assets/droid to assets/droid here, so that joints mean the same as before.
 For joint positions instead of velocities: `--data.robot droid_joint_position`, and statistics of one's own.
 
-Hardware, as `pirl plan` computes it, not measured: acrlpd_droid_lora 17.4 GiB, so one card of 24 GB; the whole model as
+Hardware, as `pirl plan` computes it, not measured: acrlpd_droid_lora 17 GiB, so one card of 24 GB; the whole model as
 for LIBERO.
 Results: not run at full size yet.
 """

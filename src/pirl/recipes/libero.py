@@ -21,8 +21,8 @@ simulator, the action expert alone trains. A released checkpoint solves most of 
 (few demonstrations), or every group is rejected because all its rollouts succeed. `--variant quick` makes two small
 iterations, `--variant benchmark` evaluates 50 episodes of every task before and after.
 
-Hardware, as `pirl plan` computes it, not measured: acrlpd_libero 11.6 GiB and bc_libero 15.2 GiB on each of 8 devices
-with --mesh.fsdp 8; acrlpd_libero_lora 17.4 GiB, so one card of 24 GB; all with --model.remat full.
+Hardware, as `pirl plan` computes it, not measured: acrlpd_libero 12 GiB and bc_libero 15 GiB on each of 8 devices
+with --mesh.fsdp 8; acrlpd_libero_lora 17 GiB, so one card of 24 GB; all with --model.remat full.
 Results: not run at full size yet. OpenPI reports 96.85 % on average for pi05_libero at 30,000 steps.
 """
 
