@@ -6,7 +6,8 @@
 An OpenPI checkpoint of random weights and a dataset of noisy pictures are made first. Each run is then a process that
 reads both as a user's does (they are in the system's own cache already): ACRLPD with the policy's settings of `gpu.py`.
 One that trains all weights ends with a signal, since its checkpoint would take 52 GB; one with the VLM frozen ends by
-itself, and goes on once. Seconds are from the process's start; `step` is what training logs, from its second step on.
+itself, goes on once, and is made again in one go. What is the same run is to log the same losses, to the bit. Seconds
+are from the process's start; `step` is what training logs, from its second step on.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from pirl.recipes import get_config
 from pirl.training.config import CheckpointConfig
 
 MORE = 5
-"""Steps of a resumed run."""
+"""Steps that a resumed run makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +62,18 @@ class Run:
     """Have its programs been compiled before?"""
     resume: bool = False
     """Does it go on where the one before it ended?"""
+    more: bool = False
+    """Does it make the steps of one that went on?"""
+    again: str = ""
+    """Which other run it repeats, or a part of it."""
 
 
 RUNS = (
     Run(name="cold", what="all weights, cold", rule="full", kept=False),
-    Run(name="kept", what="all weights, programs kept", rule="full", kept=True),
+    Run(name="kept", what="all weights, programs kept", rule="full", kept=True, again="cold"),
     Run(name="frozen", what="VLM frozen, cold", rule="vlm_frozen", kept=False),
-    Run(name="resumed", what="VLM frozen, resumed", rule="vlm_frozen", kept=True, resume=True),
+    Run(name="resumed", what="VLM frozen, resumed", rule="vlm_frozen", kept=True, resume=True, more=True),
+    Run(name="whole", what="VLM frozen, in one go", rule="vlm_frozen", kept=True, more=True, again="resumed"),
 )
 
 
@@ -118,7 +124,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLTrainConfig:
 def start(run: Run, config: RLTrainConfig, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run the command; what happened when."""
     config = replace(config, name=run.rule, freeze=run.rule, exp_name="run")
-    steps = args.updates + (MORE if run.resume else 0)
+    steps = args.updates + (MORE if run.more else 0)
     file = write_yaml(folder / f"{run.rule}.yaml", replace(config, num_train_steps=steps), overwrite=True)
     how = "--resume" if run.resume else "--overwrite"
     environment = os.environ | {"PIRL_HOME": str(folder / "home" / run.rule), "PYTHONUNBUFFERED": "1"}
@@ -140,7 +146,7 @@ def start(run: Run, config: RLTrainConfig, folder: Path, args: argparse.Namespac
                     found["decided_s"] = time.time() - began
                 if "compiled_s" not in found and "step compiled" in said:
                     found["compiled_s"] = time.time() - began
-                if run.rule == "full" and records(metrics, began)[-1:] and records(metrics, began)[-1]["step"] == steps:
+                if run.rule == "full" and any(record["step"] == steps for record in records(metrics, began)):
                     break
         finally:
             process.kill()
@@ -171,13 +177,22 @@ def records(file: Path, since: float) -> list[dict[str, Any]]:
     return [record for record in found if record["time"] >= since and "actor/loss" in record["values"]]
 
 
-def table(results: list[dict[str, Any]]) -> Iterator[str]:
+def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Markdown."""
     yield "| `pirl train` | settings decided after | step compiled | first step done | step | ended |"
     yield "|---|---|---|---|---|---|"
-    for found in results:
+    for found in results.values():
         times = (f"{found[name]:.1f} s" for name in ("decided_s", "compiled_s", "first_s"))
         yield f"| {found['what']} | {' | '.join(times)} | {found['step_s']:.3f} s | {found['ended_s']:.1f} s |"
+
+
+def compared(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Whether what is the same run came out the same."""
+    for run in (run for run in RUNS if {run.name, run.again} <= results.keys()):
+        here, there = (results[name]["loss"] for name in (run.name, run.again))
+        both = sorted(here.keys() & there.keys())
+        same = sum(here[step] == there[step] for step in both)
+        yield f"losses of {run.name} and {run.again}: {same} of {len(both)} are the same"
 
 
 def main() -> int:
@@ -193,6 +208,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--weights-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - {run.name for run in RUNS}:
+        parser.error(f"no run is called {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in RUNS)}")
     if args.weights_only:  # in a process of its own, which gives the GPU back
         make_weights(args.dir, args.preset)
         return 0
@@ -205,13 +222,13 @@ def main() -> int:
         jax.config.update("jax_platforms", "cpu")  # the GPU is the runs' alone
         config = make_config(folder, args)
         print(f"weights and data made in {time.perf_counter() - began:.0f} s", flush=True)
-        results = []
+        results: dict[str, dict[str, Any]] = {}
         for run in (run for run in RUNS if run.name in args.only.split(",")):
-            results.append(start(run, config, folder, args))
-            print(json.dumps(results[-1]), flush=True)
+            results[run.name] = start(run, config, folder, args)
+            print(json.dumps(results[run.name]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1))
-    print("\n".join(table(results)))
+    print("\n".join((*table(results), "", *compared(results))))
     return 0
 
 
