@@ -2,9 +2,11 @@
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +142,6 @@ def test_compiled_ahead_it_is_compiled_once(
     agent, key, mesh = build_agent(chosen), jax.random.key(1), make_mesh()
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, key))
     expected = batch_shapes(chosen, chosen.batch_size)
-    with Step(agent, mesh, shapes) as left:
-        left.prepare(shapes, expected, key)
-    assert left._ahead is not None
-    left._ahead.result()
-    assert not finished(compile_log()), "who leaves does not wait for it"
-
     step = Step(agent, mesh, shapes)
     step.prepare(shapes, expected, key)
     state = step.shared(jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))(key))
@@ -156,6 +152,21 @@ def test_compiled_ahead_it_is_compiled_once(
     assert step.programs == 1
     assert finished(compile_log()) == 1
     assert re.fullmatch(r"step compiled in \d+ s(, kept in .*)?\n", capsys.readouterr().out)
+
+
+def test_who_leaves_does_not_wait_for_a_program() -> None:
+    """What is being lowered at that moment is not compiled any more."""
+    chosen = get_config("debug_bc")
+    agent, key, mesh = build_agent(chosen), jax.random.key(1), make_mesh()
+    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, key))
+    gone, lowered = threading.Event(), Mock()
+    with Step(agent, mesh, shapes) as step:
+        step._program = Mock(lower=lambda *_: lowered if gone.wait(60) else None)
+        step.prepare(shapes, batch_shapes(chosen, chosen.batch_size), key)
+    gone.set()
+    assert step._ahead is not None
+    step._ahead.result()
+    lowered.compile.assert_not_called()
 
 
 def finished(lines: list[str]) -> int:
