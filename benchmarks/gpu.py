@@ -309,20 +309,20 @@ def measure(row: Row, work: Job, run: Any, seconds: float, repeats: int) -> dict
     return found | {"seconds": float(np.median(times)), "fastest_s": float(times.min())}
 
 
-def matmul_rate(size: int = 8192) -> float:
-    """FLOP/s of a bfloat16 product: what arithmetic can be hoped for here."""
+def matmul_rate(size: int = 8192, seconds: float = 2.0) -> float:
+    """FLOP/s of a bfloat16 product that goes on: what can be hoped for once the GPU is at its power limit."""
     if jax.default_backend() == "cpu":
-        size = 512
+        size, seconds = 512, 0.1
     x = jax.jit(lambda key: jax.random.normal(key, (size, size), jnp.bfloat16))(jax.random.key(0))
     # Several in one program, each on the last one's result, so that launching them does not count.
     many = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: (x @ y) * jnp.bfloat16(size**-0.5), x))
     jax.block_until_ready(many(x))
-    times = []
-    for _ in range(5):
+    times: list[float] = []
+    while sum(times) < seconds:
         begin = time.perf_counter()
         jax.block_until_ready(many(x))
         times.append(time.perf_counter() - begin)
-    return 10 * 2 * size**3 / float(np.median(times))
+    return 10 * 2 * size**3 / float(np.median(times[len(times) // 2 :]))
 
 
 Ahead = tuple[Job, "Future[tuple[Any, float]]"]

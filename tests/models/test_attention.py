@@ -241,10 +241,16 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("as_on_hopper")
+@pytest.mark.parametrize(("head_dim", "backward"), [(16, 3), (attention.LARGE + 8, 1)])
 @pytest.mark.parametrize(("remat", "forward"), [("names", 3), ("full", 6)])
-def test_fused_attention_is_lowered_for_a_gpu_and_not_recomputed(remat: Any, forward: int) -> None:
-    """`names` keeps what the kernels of SigLIP, VLM and expert leave; `full` runs them again in the backward pass."""
-    config = replace(HALF, remat=remat)
+def test_fused_attention_is_lowered_for_a_gpu_and_not_recomputed(
+    remat: Any, forward: int, head_dim: int, backward: int
+) -> None:
+    """`names` keeps what the kernels of SigLIP, VLM and expert leave; `full` runs them again in the backward pass,
+    which for the large heads of VLM and expert is not cuDNN's.
+    """
+    vlm, expert = (replace(expert, head_dim=head_dim) for expert in (VLM, EXPERT))
+    config = replace(HALF, remat=remat, vlm=vlm, expert=expert)
     policy = Pi0(config)
 
     seen = observation(config)
@@ -256,7 +262,7 @@ def test_fused_attention_is_lowered_for_a_gpu_and_not_recomputed(remat: Any, for
     traced = jax.jit(jax.grad(loss)).trace(param_shapes(config))
     names = [equation.primitive.name for equation in equations(traced.jaxpr)]
     assert names.count(FUSED_FORWARD) == forward
-    assert names.count("dot_product_attention_bwd_wrapper") == 3
+    assert names.count("dot_product_attention_bwd_wrapper") == backward
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmaxBackward" in text
 

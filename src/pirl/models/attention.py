@@ -1,13 +1,16 @@
-"""Attention by a fused kernel: no logits in memory. The plain form stays beside each model, for it is the reference.
+"""Attention by a fused kernel: no logits in memory, but those of one layer in a backward pass with large heads. The
+plain form stays beside each model, for it is the reference.
 
 A kernel takes a number of keys per sample, not a mask: real keys come first (`real_first`). That loses nothing, since
 attention does not depend on the order of keys once positions are applied to them.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from pirl.errors import ConfigError
@@ -26,6 +29,8 @@ class Part(NamedTuple):
     """Logarithm of the sum that the average was divided by, in float32."""
 
 
+LARGE = 128
+"""Dimensions of a head beyond which cuDNN's backward pass is not used."""
 HOPPER = (9, 0)
 OLDEST = (8, 0)
 """First generation with bfloat16 kernels."""
@@ -76,9 +81,45 @@ def fused(
     lengths: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B T n h"]:
     """Every query attends to its sample's first `lengths` keys, or to all; query heads share key heads in groups."""
-    out = jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=how)
-    # What cuDNN leaves is kept by its primitive (`remat.py`); under a name as well it would be kept twice.
-    return out if how == "cudnn" else kept(out, "attention")
+    if how == "cudnn" and q.shape[-1] <= LARGE:
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=how)
+    return _attended(how, scale, q, k, v, lengths)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attended(how: Kernel, scale: float, q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
+    return partial(how, q, k, v, lengths, scale=scale).out
+
+
+def _forward(how: Kernel, scale: float, q: Array, k: Array, v: Array, lengths: Array | None) -> tuple[Array, Any]:
+    part = partial(how, q, k, v, lengths, scale=scale)
+    keep = checkpoint_name if how == "cudnn" else kept  # a kernel's output is not a product that could be made twice
+    part = Part(*(keep(x, "attention") for x in part))
+    return part.out, (q, k, v, lengths, part)
+
+
+def _backward(how: Kernel, scale: float, seen: Any, d_out: Array) -> tuple[Array, Array, Array, None]:
+    """Logits in memory, one layer's at a time, and products. With large heads cuDNN's own takes longer, and adds the
+    gradients of queries up in any order: no run would be the same twice.
+    """
+    q, k, v, lengths, part = seen
+    q, d_out, out = (grouped(x, k) for x in (q, d_out, part.out))
+    logits = jnp.einsum("btkgh,bskh->bktgs", q, k, preferred_element_type=jnp.float32) * scale
+    norm = part.norm.reshape(q.shape[:-1]).swapaxes(1, 2)[..., None]
+    probs = jnp.exp(logits - norm)
+    if lengths is not None:
+        probs = jnp.where(_real(k, lengths)[:, None, None, None], probs, 0)
+    d_probs = jnp.einsum("btkgh,bskh->bktgs", d_out, v, preferred_element_type=jnp.float32)
+    mean = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)[..., None]
+    d_logits = (probs * (d_probs - mean) * scale).astype(q.dtype)
+    # Dimensions in the order in which a product leaves them; asked for in another, it would be of the transposed.
+    d_q = jnp.einsum("bktgs,bskh->bktgh", d_logits, k).swapaxes(1, 2)
+    d_k = jnp.einsum("bktgs,btkgh->bksh", d_logits, q).swapaxes(1, 2)
+    d_v = jnp.einsum("bktgs,btkgh->bksh", probs.astype(v.dtype), d_out).swapaxes(1, 2)
+    return d_q.reshape(part.out.shape), d_k, d_v, None
+
+
+_attended.defvjp(_forward, _backward)
 
 
 def partial(
@@ -87,6 +128,8 @@ def partial(
     k: Float[Array, "B S K h"],
     v: Float[Array, "B S K h"],
     lengths: Int[Array, "B"] | None = None,
+    *,
+    scale: float = 1.0,
 ) -> Part:
     """Attention over some of the keys (the first `lengths`, or all), to be `merged` with others. No gradients."""
     if how == "cudnn":
@@ -97,15 +140,22 @@ def partial(
         if lengths is not None:
             rows = jnp.full(len(q), q.shape[1], jnp.int32)
             masked = {"q_seqlen": rows, "kv_seqlen": lengths, "mask_type": cudnn.MaskType.PADDING}
-        out, norm = cudnn.dot_product_attention(q, k, v, **masked, return_residual=True)
+        out, norm = cudnn.dot_product_attention(q, k, v, **masked, scale=scale, return_residual=True)
         return Part(out, norm.swapaxes(1, 2))
-    by_key = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    logits = jnp.einsum("btkgh,bskh->btkgs", by_key, k, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btkgh,bskh->btkgs", grouped(q, k), k, preferred_element_type=jnp.float32) * scale
     if lengths is not None:
-        real = jnp.arange(k.shape[1]) < lengths[:, None]
-        logits = jnp.where(real[:, None, None, None], logits, -jnp.inf)
+        logits = jnp.where(_real(k, lengths)[:, None, None, None], logits, -jnp.inf)
     out = jnp.einsum("btkgs,bskh->btkgh", jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
     return Part(out.reshape(q.shape), jax.nn.logsumexp(logits, axis=-1).reshape(q.shape[:-1]))
+
+
+def grouped(q: Float[Array, "... T n h"], k: Float[Array, "... S K h"]) -> Float[Array, "... T K g h"]:
+    """Query heads arranged by the key/value head they share."""
+    return q.reshape(*q.shape[:-2], k.shape[-2], -1, q.shape[-1])
+
+
+def _real(k: Float[Array, "B S K h"], lengths: Int[Array, "B"]) -> Bool[Array, "B S"]:
+    return jnp.arange(k.shape[1]) < lengths[:, None]
 
 
 def merged(first: Part, second: Part) -> Float[Array, "... h"]:

@@ -17,7 +17,6 @@ from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.gemma import (
     Rotation,
     expert_layers,
-    grouped,
     joint_attention,
     modulated,
     residual,
@@ -225,7 +224,7 @@ def _fused(
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         batch, num, length, kv_heads, head_dim = k.shape
-        queries = grouped(q, k).swapaxes(3, 4)
+        queries = attention.grouped(q, k).swapaxes(3, 4)
 
         def over(size: int, keys: Array, values: Array, real: Array | None) -> attention.Part:
             part = attention.partial(how, queries.reshape(size, -1, kv_heads, head_dim), keys, values, real)

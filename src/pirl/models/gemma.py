@@ -143,7 +143,7 @@ def _prefix_attention(config: Pi0Config, mask: Bool[Array, "B P"]) -> Callable[[
         return lambda q, k, v: attention.fused(how, q, k, v, lengths=real)
 
     def plain(q: Array, k: Array, v: Array) -> Array:
-        logits = jnp.einsum("btkgh,bskh->bkgts", grouped(q, k), k, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("btkgh,bskh->bkgts", attention.grouped(q, k), k, preferred_element_type=jnp.float32)
         probs = jax.nn.softmax(jnp.where(mask[:, None, None, None, :], logits, MASKED), axis=-1).astype(v.dtype)
         return kept(jnp.einsum("bkgts,bskh->btkgh", probs, v).reshape(q.shape), "attention")
 
@@ -203,7 +203,7 @@ def joint_attention(
     left to the compiler they may lie in a column, where a softmax is slow. The few keys of a single sequence join the
     others in one array instead, padded to a multiple of `tile`: then a block launches as few kernels as it can.
     """
-    by_key = jnp.moveaxis(grouped(q, k), 3, 1)  # B K N T g h
+    by_key = jnp.moveaxis(attention.grouped(q, k), 3, 1)  # B K N T g h
     (batch, heads, num, *_, dim), count = by_key.shape, shared_k.shape[1]
     rows, own_mask = by_key.reshape(batch, heads, -1, dim), jnp.repeat(own_mask, by_key.shape[4], axis=0)
     if num == 1:
@@ -277,7 +277,7 @@ def _suffix_attention(
             return jnp.pad(keys, ((0, 0), (0, keys.shape[1] % 2), (0, 0), (0, 0)))
 
         # Query heads that share a key head become queries of one head: few, but a kernel's tile is full.
-        actions = grouped(q[:, :, alone:], k).swapaxes(3, 4)
+        actions = attention.grouped(q[:, :, alone:], k).swapaxes(3, 4)
         queries = actions.reshape(batch * num, -1, kv_heads, head_dim)
         lengths = jnp.repeat(real, num).astype(jnp.int32)
         out = attention.fused(how, queries, joined(k, prefix_k), joined(v, prefix_v), lengths=lengths)
@@ -384,11 +384,6 @@ def rope(x: Float[Array, "... T n h"], rotation: Rotation) -> Float[Array, "... 
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     sin, cos = rotation
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def grouped(q: Float[Array, "... T n h"], k: Float[Array, "... S K h"]) -> Float[Array, "... T K g h"]:
-    """Query heads arranged by the key/value head they share."""
-    return q.reshape(*q.shape[:-2], k.shape[-2], -1, q.shape[-1])
 
 
 def _einsum(equation: str, x: Array, params: Params, lora: LoRAConfig | None) -> Array:

@@ -114,9 +114,10 @@ class Pi0:
                 alone = gemma.run_suffix(llm, config, token.astype(config.dtype), *prefix, jnp.ones((1, 1), bool), None)
                 first = alone.keys[:, :, 0], alone.values[:, :, 0]
         run = expert.prepared(layers, llm["final_norm_1"], config, *prefix, first)
+        heads = params if config.pi05 else fold_heads(params)
 
         def velocity(x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]) -> Float[Array, "B N H A"]:
-            actions, cond = embed_actions(params, config, x_t, t)
+            actions, cond = embed_actions(heads, config, x_t, t)
             return _linear(params["action_out_proj"], run(actions, cond))
 
         return velocity
@@ -205,16 +206,32 @@ def embed_actions(
     params: Params, config: Pi0Config, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
 ) -> tuple[Float[Array, "B N H W"], Float[Array, "B N W"] | None]:
     """Tokens of the noisy actions, and the condition of the adaptive norms (π₀.₅ only)."""
-    actions = _linear(params["action_in_proj"], x_t)
     time = embed_time(t, config.expert.width)
     if config.pi05:
         cond = jax.nn.silu(_linear(params["time_mlp_in"], time))
-        return actions, jax.nn.silu(_linear(params["time_mlp_out"], cond))
+        return _linear(params["action_in_proj"], x_t), jax.nn.silu(_linear(params["time_mlp_out"], cond))
     # OpenPI multiplies [actions, time] by one matrix. Its half for the time is the same for all steps of a chunk.
-    first, width = params["action_time_mlp_in"], actions.shape[-1]
-    hidden = by_sample(actions @ first["kernel"][:width])
-    hidden += (time @ first["kernel"][width:] + first["bias"])[:, :, None]
+    first, width = params["action_time_mlp_in"], config.expert.width
+    hidden = _linear(params["action_in_proj"], x_t)
+    if len(first["kernel"]) > width:
+        hidden = by_sample(hidden @ first["kernel"][:-width])
+    hidden += (time @ first["kernel"][-width:] + first["bias"])[:, :, None]
     return _linear(params["action_time_mlp_out"], jax.nn.silu(hidden)), None
+
+
+def fold_heads(params: Params) -> Params:
+    """The same for `embed_actions`, with π₀'s first two matrices multiplied: nothing bends what is between them.
+
+    No rows are left in the second then, but those for the time.
+    """
+    into, first = params["action_in_proj"], params["action_time_mlp_in"]
+    of_actions, of_time = jnp.split(first["kernel"], 2)
+    rows = jnp.concatenate([into["kernel"], into["bias"][None]]).astype(jnp.float32)
+    folded = jnp.dot(rows, of_actions.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return params | {
+        "action_in_proj": {"kernel": folded[:-1], "bias": folded[-1]},
+        "action_time_mlp_in": first | {"kernel": of_time},
+    }
 
 
 def run_expert(

@@ -13,8 +13,8 @@ TRAINING: Options = {
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     "xla_gpu_copy_insertion_use_region_analysis": True,
 }
-"""The same twice is the same to the bit, or a resumed run would not be the one that was interrupted: cuDNN's attention,
-for one, otherwise adds its gradients up in any order. A loop over layers fills the memory in which it keeps things for
+"""The same twice is the same to the bit, or a resumed run would not be the one that was interrupted: scatters, for one,
+may otherwise add up in any order. A loop over layers fills the memory in which it keeps things for
 the backward pass: it need not be zeroed before. And the residual that a product adds to needs no copy where it has been
 kept already.
 """
