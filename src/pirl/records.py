@@ -88,7 +88,7 @@ class ChunkBatch(TypedDict, total=False):
     masks: Float[Array, "B H"]
     """1 while no step so far terminated: bootstrapping is allowed."""
     valid: Float[Array, "B H"]
-    """1 inside the episode."""
+    """1 inside the episode, in chunks that the actor may imitate: of the policy's own, not all are."""
     terminals: Float[Array, "B H"]
     """1 from the step on with which the episode ended, for whatever reason."""
     next_terminal: Float[Array, "B"]

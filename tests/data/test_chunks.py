@@ -415,3 +415,29 @@ def test_a_bad_batch_is_refused_by_key_and_shape(path, value, message):
     node[key] = value
     with pytest.raises(DataError, match=message):
         validate_qchunking_batch_format(batch)
+
+
+@pytest.mark.parametrize("imitated", ["all", "plans", "successes"])
+def test_an_actor_imitates_what_was_planned_and_did_not_fail(imitated):
+    """Plans of four steps, made anew after three; a failure, a success, an end nobody judged, and a demonstration."""
+    kinds = {"failed": False, "succeeded": True, "unknown": None, "shown": True}
+    ends = [0, 0, 0, 0, 1]
+    episodes = [replace(make_episode(n, ends, ends), success=success) for n, success in enumerate(kinds.values())]
+    plans = np.zeros((5, 4, episodes[0].actions.shape[1]), np.float32)
+    for row, known in enumerate((4, 3, 2, 4, 3)):
+        plans[row, known:] = np.nan
+    episodes = [replace(episode, intended=plans) for episode in episodes[:3]] + episodes[3:]
+
+    table = tabulate(episodes, discount=0.9, imitated=imitated)
+    chunk = chunk_outcomes(table, np.arange(20), horizon=4, critic_horizon=4, boundary="pad")
+    everything = tabulate(episodes, discount=0.9)
+    other = chunk_outcomes(everything, np.arange(20), horizon=4, critic_horizon=4, boundary="pad")
+
+    begins = np.array([1, 0, 0, 1, 0])
+    own = {"all": np.ones(5), "plans": begins, "successes": begins}[imitated]
+    failed = 0 * begins if imitated == "successes" else own
+    expected = np.concatenate([failed, own, own, np.ones(5)])
+    np.testing.assert_array_equal(chunk["valid"][:, 0], expected)
+    np.testing.assert_array_equal(chunk["valid"], other["valid"] * expected[:, None])
+    for name in set(chunk) - {"valid"}:  # the critic learns the same from all
+        np.testing.assert_array_equal(chunk[name], other[name], err_msg=name)

@@ -232,6 +232,21 @@ def test_offline_and_online_are_mixed_as_told(loader_of, prefetch):
         assert starts(again.sample_batch()) == batch
 
 
+@pytest.mark.parametrize(("rule", "imitates"), [("successes", False), ("plans", True), ("all", True)])
+def test_an_actor_leaves_its_own_failures_alone(loader_of, rule, imitates):
+    """Half of a batch is of an episode that failed. All of it trains the critic."""
+    episode, frames = make_item(20, success=False)
+    plans = np.repeat(episode.actions[:, None], HORIZON, axis=1)
+    replay = ReplayBuffer(cameras=CAMERAS, max_episodes=2, max_bytes=10**9)
+    replay.append(replace(episode, intended=plans), frames)
+    batch = loader_of(make_source(), replay=replay, online_imitated=rule).sample_batch()
+    own = np.array([number for number, _ in starts(batch)]) == 20
+    assert own.sum() == SIZE // 2
+    assert batch["valid"][~own].any(1).all()
+    assert (batch["valid"][own].any(1) == imitates).all()
+    assert batch["sequence_mask"][own].any()
+
+
 def test_a_replay_buffer_alone_is_enough(loader_of):
     replay = ReplayBuffer(cameras=CAMERAS, max_episodes=2, max_bytes=10**9)
     loader = loader_of(replay=replay, prefetch=2)

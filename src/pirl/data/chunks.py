@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
-from pirl.data.config import Boundary
+from pirl.data.config import Boundary, Imitated
 from pirl.errors import DataError
 from pirl.records import Array, ChunkBatch, Episode
 
@@ -55,6 +55,8 @@ class EpisodeTable:
     """The first terminated row from here to `end`; a huge number where there is none."""
     plan_length: Int[Array, "N"]
     """How many steps of the intended chunk are known; 0 without one."""
+    imitated: Bool[Array, "N"]
+    """May an actor imitate the chunk that starts here?"""
     mc_return: Float32[Array, "N"]
     """Discounted return until the task terminates; NaN where the recording was cut."""
     episode: Int[Array, "N"]
@@ -74,8 +76,11 @@ class EpisodeTable:
         return len(self.rewards)
 
 
-def tabulate(episodes: Sequence[Episode], *, discount: float) -> EpisodeTable:
-    """Lay episodes end to end. Refuses columns that do not fit together, naming the episode."""
+def tabulate(episodes: Sequence[Episode], *, discount: float, imitated: Imitated = "all") -> EpisodeTable:
+    """Lay episodes end to end. Refuses columns that do not fit together, naming the episode.
+
+    `imitated` is about episodes with plans, the policy's own.
+    """
     if not episodes:
         raise DataError(
             "no episodes to build chunks from", hint="check the dataset's filters and its number of episodes"
@@ -98,6 +103,7 @@ def tabulate(episodes: Sequence[Episode], *, discount: float) -> EpisodeTable:
         end=end,
         terminated_at=np.where(terminated_at < end, terminated_at, _NEVER),
         plan_length=np.concatenate([_plan_lengths(episode) for episode in episodes]),
+        imitated=np.concatenate([_imitated(episode, imitated) for episode in episodes]),
         mc_return=_returns(rewards, terminated, last, discount),
         episode=np.repeat(np.arange(len(episodes)), lengths),
         starts=starts,
@@ -115,8 +121,8 @@ def chunk_outcomes(
     steps = np.arange(horizon)
     remaining = table.end[rows] - rows
     to_terminated = table.terminated_at[rows] - rows
-    valid = steps < remaining[:, None]
-    rewards = np.where(valid, table.rewards[_inside(table, rows, horizon)], np.float32(0))
+    inside = steps < remaining[:, None]
+    rewards = np.where(inside, table.rewards[_inside(table, rows, horizon)], np.float32(0))
     next_terminal = to_terminated < critic_horizon
     if boundary == "pad":
         length = np.where(next_terminal, to_terminated + 1, np.minimum(critic_horizon, remaining - 1))
@@ -129,7 +135,7 @@ def chunk_outcomes(
     return ChunkBatch(
         rewards=rewards,
         masks=(steps < to_terminated[:, None]).astype(np.float32),
-        valid=valid.astype(np.float32),
+        valid=(inside & table.imitated[rows][:, None]).astype(np.float32),
         terminals=(steps >= remaining[:, None] - 1).astype(np.float32),
         next_terminal=next_terminal.astype(np.float32),
         sequence_mask=learns.astype(np.float32),
@@ -304,6 +310,15 @@ def _plan_lengths(episode: Episode) -> Int[Array, "T"]:
         return np.zeros(len(episode), np.int64)
     known = ~np.isnan(episode.intended).any(axis=-1)
     return np.logical_and.accumulate(known, axis=1).sum(axis=1)
+
+
+def _imitated(episode: Episode, rule: Imitated) -> Bool[Array, "T"]:
+    """Where one's own plans begin; everywhere in episodes that were not planned in chunks."""
+    if rule == "all" or episode.intended is None:
+        return np.ones(len(episode), bool)
+    known = _plan_lengths(episode)
+    begins = np.append(True, known[1:] >= known[:-1])
+    return begins & (rule == "plans" or episode.success is not False)
 
 
 def _returns(

@@ -13,6 +13,9 @@ for, the most recent kept. `auto`: chosen by the size of the frames, the memory 
 Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
 """`columns`: what the dataset recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 for
 every step, 0 at success. `auto`: the columns where there are some, else an error: nobody can guess an outcome."""
+Imitated = Literal["successes", "plans", "all"]
+"""Of the policy's own episodes. `all`: chunks from any step on, also of two plans' parts. `plans`: only what was
+planned as one chunk. `successes`: plans of episodes that did not fail. The rest teaches a policy to fail as it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class DataConfig:
     """Draw successes and failures equally often. Biases the critic: an even chance is not the policy's chance."""
     online_fraction: float = 0.5
     """Share of a batch that comes from the replay buffer, once it holds something (RLPD: half)."""
+    online_imitated: Imitated = "successes"
+    """Which chunks of the replay buffer the actor imitates; the critic learns from all."""
     replay_episodes: int = 1000
     """The replay buffer forgets the oldest episodes beyond this many."""
     replay_gb: float = 16.0

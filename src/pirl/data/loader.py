@@ -117,7 +117,8 @@ class ACRLPDDataLoader:
                 steps_per_memory_pool=config.steps_per_memory_pool,
                 balance=config.balance,
             )
-        self._replay = None if replay is None else ReplayStream(replay, discount=discount, balance=config.balance)
+        rules: dict[str, Any] = {"balance": config.balance, "imitated": config.online_imitated}
+        self._replay = None if replay is None else ReplayStream(replay, discount=discount, **rules)
         self._with_next = next_observations
         self._sharding = sharding
         self._mine = np.arange(batch_size).reshape(host_count, -1)[host_id]

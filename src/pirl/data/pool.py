@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from pirl.data.chunks import EpisodeTable, tabulate
+from pirl.data.config import Imitated
 from pirl.errors import ConfigError, DataError
 from pirl.records import Array, Episode, EpisodeSource
 
@@ -136,6 +137,7 @@ def make_resident(
     discount: float,
     weights: Float[Array, "E"] | None = None,
     balance: bool = False,
+    imitated: Imitated = "all",
 ) -> Resident:
     """Tabulate episodes and give each its share of the draws: `weights`, or its number of steps (uniform over rows).
 
@@ -149,7 +151,8 @@ def make_resident(
         mass = mass * _balancing([episode.success for episode in episodes], mass)
     if not mass.sum() > 0:
         raise DataError(f"all {len(indices)} episodes have weight 0", hint="give at least one source a positive weight")
-    return Resident(indices=indices, table=tabulate(episodes, discount=discount), frames=frames, mass=np.cumsum(mass))
+    table = tabulate(episodes, discount=discount, imitated=imitated)
+    return Resident(indices=indices, table=table, frames=frames, mass=np.cumsum(mass))
 
 
 def _balancing(outcomes: list[bool | None], mass: Float[Array, "E"]) -> Float[Array, "E"]:

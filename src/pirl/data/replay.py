@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from pirl.data.config import Imitated
 from pirl.data.pool import Frames, Resident, low_dim_digest, make_resident
 from pirl.errors import CheckpointError, ConfigError, DataError
 from pirl.records import Array, Episode
@@ -183,10 +184,11 @@ def prune(directory: Path, keep: Iterable[Mapping[str, Any]]) -> list[Path]:
 class ReplayStream:
     """Draws from a replay buffer as it is when asked; the table is rebuilt only after it changed."""
 
-    def __init__(self, replay: ReplayBuffer, *, discount: float, balance: bool = False) -> None:
+    def __init__(
+        self, replay: ReplayBuffer, *, discount: float, balance: bool = False, imitated: Imitated = "all"
+    ) -> None:
         self.replay = replay
-        self._discount = discount
-        self._balance = balance
+        self._rules: dict[str, Any] = {"discount": discount, "balance": balance, "imitated": imitated}
         self._built: tuple[MemorySource | None, Resident | None] = (None, None)
 
     def resident(self, step: int) -> Resident | None:
@@ -200,7 +202,7 @@ class ReplayStream:
         if len(contents) == 0:
             return None
         indices = np.arange(len(contents))
-        return make_resident(contents, indices, frames=contents.frames, discount=self._discount, balance=self._balance)
+        return make_resident(contents, indices, frames=contents.frames, **self._rules)
 
 
 def _columns(episode: Episode) -> dict[str, Array]:

@@ -71,9 +71,9 @@ _ACRLPD = replace(
 _ONLINE = replace(
     _ACRLPD,
     name="acrlpd_tabletop_online",
-    online=OnlineConfig(start_step=600, episodes=128, updates_per_step=0.05),
-    rollout=RolloutConfig(num_envs=128, flow_steps=5),
-    num_train_steps=1000,
+    online=OnlineConfig(start_step=400, episodes=128, updates_per_step=0.05),
+    policy_schedule=CosineSchedule(warmup_steps=20, peak_lr=7e-4, decay_steps=1600, decay_lr=7e-5),
+    num_train_steps=1600,
 )
 
 _RIPT = replace(
