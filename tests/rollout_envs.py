@@ -20,7 +20,7 @@ class CountingEnv(RobotEnv):
     """
 
     robot = "counting"
-    tasks = ("count", "count forever", "die", "hang", "slow", "raise", "nan reward", "nan state", "grow")
+    tasks = ("count", "count forever", "die", "hang", "raise", "nan reward", "nan state", "grow")
     max_steps = 12
     fps = 5
     action_dim = 2
@@ -37,8 +37,6 @@ class CountingEnv(RobotEnv):
             os._exit(7)
         if self.now("hang"):
             time.sleep(3600)
-        if self.now("slow"):
-            time.sleep(0.8)
         if self.now("raise"):
             raise EnvError(f"the cup broke at step {self.steps}")
 
@@ -116,10 +114,34 @@ def late(log: Path, failures: int, size: int) -> EnvBatch:
     return counting(size) if len(log.read_text().split()) > failures else broken(size)
 
 
-def slow_again(log: Path, quick: int, size: int) -> EnvBatch:
-    """The first workers start quickly, those after them take two seconds."""
-    with log.open("a") as file:
+def held_back(folder: Path, free: int, size: int) -> EnvBatch:
+    """The first workers start at once, those after them when there is a file `go`."""
+    with (folder / "log").open("a") as file:
         file.write("attempt\n")
-    if len(log.read_text().split()) > quick:
-        time.sleep(2)
+    if len((folder / "log").read_text().split()) > free:
+        wait_for(folder / "go")
     return counting(size)
+
+
+class MeetingEnv(CountingEnv):
+    """Number `init` acts when number `1 - init` acts as well, and not before."""
+
+    folder: Path
+
+    def act(self, action: np.ndarray) -> Outcome:
+        (self.folder / f"{self.context.init}").touch()
+        wait_for(self.folder / f"{1 - self.context.init}")
+        return super().act(action)
+
+
+def meeting(folder: Path, size: int) -> EnvBatch:
+    MeetingEnv.folder = folder
+    return SeparateEnvs([MeetingEnv() for _ in range(size)])
+
+
+def wait_for(path: Path, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            raise EnvError(f"there is no {path.name} after {seconds:.0f} s")
+        time.sleep(0.02)

@@ -325,27 +325,49 @@ def test_leaving_the_context_ends_all_threads():
     assert set(threading.enumerate()) == before
 
 
+class Clock:
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
 class Slow(RelativeTransform):
-    """Takes at least 20 ms a batch."""
+    """Takes three seconds a batch."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
 
     def low_dim(self, state, actions, prompts):
-        time.sleep(0.01)
+        self.clock.now += 3 if actions is not None else 0
         return super().low_dim(state, actions, prompts)
 
 
-def test_the_stall_fraction_tells_who_waits_for_whom(loader_of):
-    hungry = loader_of(transform=Slow(), prefetch=2)
-    assert hungry.stall_fraction == 0
-    for _ in range(10):
-        hungry.sample_batch()
-    assert hungry.stall_fraction > 0.8
-    busy = loader_of(transform=Slow(), prefetch=2)
-    busy.sample_batch()
-    busy.reset_stall()
-    for _ in range(5):
-        time.sleep(0.1)
-        busy.sample_batch()
-    assert busy.stall_fraction < 0.3
+def test_the_stall_fraction_tells_how_long_a_step_waits(loader_of, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("pirl.data.loader.time", clock)
+    loader = loader_of(transform=Slow(clock), prefetch=0)
+    assert loader.stall_fraction == 0
+    for _ in range(4):
+        loader.sample_batch()
+        clock.now += 1
+    assert loader.stall_fraction == 3 / 4
+    loader.reset_stall()
+    assert loader.stall_fraction == 0
+    clock.now += 9
+    loader.sample_batch()
+    assert loader.stall_fraction == 3 / 12
+
+
+def test_batches_are_prepared_before_they_are_asked_for(loader_of):
+    clock = Clock()
+    loader = loader_of(transform=Slow(clock), prefetch=2)
+    loader.sample_batch()
+    end = time.monotonic() + 30
+    while clock.now < 3 * 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert clock.now >= 3 * 3, "two more, in a thread"
 
 
 def test_batches_on_devices_are_the_same_and_stay_so(loader_of):

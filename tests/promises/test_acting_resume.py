@@ -140,7 +140,7 @@ def test_killed_while_collecting(ript: RLTrainConfig, cache: dict, tmp_path: Pat
 
 def test_environments_that_misbehave(ript: RLTrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own. Each of these episodes is repeated, with a warning, and nothing else is different."""
-    rollout = replace(ript.rollout, backend="process", worker_timeout=3.0)
+    rollout = replace(ript.rollout, backend="process", worker_timeout=6.0)
     config = replace(ript, exp_name="misbehaved", rollout=rollout, num_train_steps=2)
     make_trouble(monkeypatch, tmp_path, fail=4, nan=7, kill=10, hang=18)
     with pytest.warns(PirlWarning) as warned:
@@ -150,7 +150,7 @@ def test_environments_that_misbehave(ript: RLTrainConfig, tmp_path: Path, monkey
         "OSError: the cable was pulled",
         "observation 'state' of shape (2,) is not finite",
         "its worker was killed by SIGKILL (out of memory?)",
-        "its worker gave no answer for 3 s",
+        "its worker gave no answer for 6 s",
     ):
         assert any(message.endswith(f"was lost: {reason}; it is repeated") for message in said), (reason, said)
     assert sum("worker is restarted" in message for message in said) == 2

@@ -41,7 +41,7 @@ class TestRayPool(PoolContract):
 
 
 def test_actors_that_die_hang_or_are_killed_are_replaced() -> None:
-    with RayPool(rollout_envs.inspecting, size=3, num_workers=2, timeout=2.0) as pool:
+    with RayPool(rollout_envs.inspecting, size=3, num_workers=2, timeout=5.0) as pool:
         started = pool.start({0: Context("count", 0), 1: Context("count", 0), 2: Context("die", 2)})
         states = [answer.observation["state"].tolist() for answer in started.values() if isinstance(answer, Started)]
         assert [state[1] for state in states] == [False] * 3, "jax is not imported"
@@ -61,7 +61,7 @@ def test_actors_that_die_hang_or_are_killed_are_replaced() -> None:
 
         with pytest.warns(PirlWarning, match="no answer"):
             hanging = pool.start({0: Context("hang", 0), 1: Context("count", 1)})
-        assert hanging[0] == Lost(reason="its worker gave no answer for 2 s")
+        assert hanging[0] == Lost(reason="its worker gave no answer for 5 s")
         assert isinstance(hanging[1], Started)
 
         answers = pool.start({slot: Context("count", 0) for slot in range(3)})
@@ -84,7 +84,7 @@ def test_more_workers_than_cpus() -> None:
         pytest.raises(EnvError, match="the Ray cluster has 2 CPUs"),
     ):
         RayPool(rollout_envs.counting, size=3, num_workers=3, timeout=30.0, start_timeout=1.0)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_workers_are_small_and_leave_the_parent_alone() -> None:
 
 def test_death_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     """The worker's other slot goes with it; the other worker does not even wait for the new one."""
-    with make(partial(rollout_envs.slow_again, tmp_path / "log", 2), size=4) as pool:
+    with make(partial(rollout_envs.held_back, tmp_path, 2), size=4) as pool:
         pool.start({0: Context("die", 2), 1: Context("count", 0), 2: Context("count", 0)})
         with pytest.warns(PirlWarning, match=r"restarted \(restart 1\): its worker ended with exit code 7") as told:
             answers = pool.advance({0: chunk(3), 1: chunk(3)}, every_picture=False)
@@ -83,9 +83,8 @@ def test_death_is_told_and_the_others_go_on(tmp_path: Path) -> None:
         assert answers[0] == lost
         assert isinstance(answers[1], Advanced)
 
-        began = time.monotonic()
         assert isinstance(pool.advance({1: chunk(1)}, every_picture=False)[1], Advanced)
-        assert time.monotonic() - began < 1.5, "the new worker takes two seconds to start"
+        (tmp_path / "go").touch()
         answers = pool.advance({1: chunk(1), 2: chunk(1)}, every_picture=False)
         assert isinstance(answers[1], Advanced)
         assert answers[2] == lost, "slot 2 was not asked when its worker died"
@@ -107,22 +106,21 @@ def test_an_idle_worker_that_is_killed() -> None:
 
 
 def test_a_worker_that_hangs() -> None:
-    with make(timeout=1.0) as pool:
+    with make(timeout=4.0) as pool:
         with pytest.warns(PirlWarning, match="no answer"):
             answers = pool.start({0: Context("hang", 0), 1: Context("count", 1)})
-        assert answers[0] == Lost(reason="its worker gave no answer for 1 s")
+        assert answers[0] == Lost(reason="its worker gave no answer for 4 s")
         assert isinstance(answers[1], Started)
         assert isinstance(pool.start({0: Context("count", 0)})[0], Started)
-        assert 1 < pool.waited < 20
+        assert pool.waited > 4
 
 
-def test_workers_work_side_by_side() -> None:
-    with make() as pool:
-        pool.start({0: Context("slow", 1), 1: Context("slow", 1)})
-        before = pool.waited
+def test_workers_work_side_by_side(tmp_path: Path) -> None:
+    """One after the other, the first would wait for the second in vain."""
+    with make(partial(rollout_envs.meeting, tmp_path)) as pool:
+        pool.start({0: Context("count", 0), 1: Context("count", 1)})
         answers = pool.advance({0: chunk(1), 1: chunk(1)}, every_picture=False)
         assert all(isinstance(answer, Advanced) for answer in answers.values())
-        assert 0.8 < pool.waited - before < 1.6
 
 
 def test_the_tabletop_is_the_same_in_processes() -> None:

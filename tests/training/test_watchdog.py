@@ -36,6 +36,8 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
         ([FINE | {"time/stall_fraction": 0.9}] * 5, "stall", "waits for data 90%"),
         ([FINE | {"policy/grad_norm": 0.0}] * 5, "dead_gradients", "policy/grad_norm"),
         ([FINE, *[FINE | {"eval/success_rate": 0.1}] * 3], "collapse", "from 0.60 to 0.10"),
+        ([FINE, {"ript/success_rate": 0.0}, FINE, {"ript/success_rate": 0.0}], "no_success", "0 in two collections"),
+        ([FINE | {"online/success_rate": 0.0}] * 3, "no_success", "easier states"),
         ([FINE | {"memory/host_gib": 1.0 + 0.2 * i} for i in range(6)], "memory", "grew from"),
     ],
 )
@@ -56,6 +58,12 @@ def test_one_bad_record_is_no_trouble(tmp_path: Path) -> None:
 def test_noise_in_success_is_no_collapse(tmp_path: Path) -> None:
     rates = [0.6, 0.45, 0.5, 0.35, 0.4, 0.32]
     assert looked([FINE | {"eval/success_rate": rate} for rate in rates], tmp_path) == ([], {})
+
+
+def test_a_policy_that_did_succeed_or_was_only_tried_out_is_left_alone(tmp_path: Path) -> None:
+    rates = [0.02, 0.0, 0.0, 0.0]
+    assert looked([FINE | {"online/success_rate": rate} for rate in rates], tmp_path) == ([], {})
+    assert looked([FINE | {"eval/success_rate": 0.0}] * 5, tmp_path) == ([], {})
 
 
 def test_a_full_disk_is_said_at_once(tmp_path: Path) -> None:

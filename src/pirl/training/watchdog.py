@@ -91,6 +91,12 @@ class Watchdog:
                     f"{name} fell from {best:.2f} to {values[name]:.2f}: go back to an earlier checkpoint "
                     "with a smaller learning rate",
                 )
+            if self._struck(f"{name}, ever", best == 0 and not name.startswith("eval/"), patience=2):
+                yield (
+                    "no_success",
+                    f"{name} has been 0 in two collections: where all fail alike, nothing can be learned from it; "
+                    "imitate for longer first, or begin with easier states",
+                )
         if "memory/host_gib" in values:
             self._memory.append(values["memory/host_gib"])
             seen = list(self._memory)
