@@ -1,7 +1,7 @@
 """Clone demonstrations, then improve the clone from the same recordings by Q-chunking (ACRLPD). All from Python.
 
     python examples/04_bc_then_acrlpd.py                                 1.5 minutes of CPU, most of it compiling
-    python examples/04_bc_then_acrlpd.py --demos 1500 --bc-steps 1200 --acrlpd-steps 800       as the recipes do
+    python examples/04_bc_then_acrlpd.py --demos 1500 --bc-steps 2400 --acrlpd-steps 1600      as the recipes do
 
 The recipes' results (README.md) are from `pirl train`; the second line was not run. Your own dataset, robot and model
 are fields of `config.data` and `config.model`; every field is explained by `pirl train bc_tabletop --help`.

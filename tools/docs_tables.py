@@ -58,7 +58,7 @@ GIVEN = {
         "pirl tune acrlpd_tabletop --show-space > wide.yaml",
     ),
     "docs/evaluation.md": (
-        "pirl export openpi checkpoints/acrlpd_tabletop/first --out to_robot/800",
+        "pirl export openpi checkpoints/acrlpd_tabletop/first --out to_robot/1600",
         "echo 'recipe: acrlpd_tabletop' > my.yaml",
     ),
     "docs/tuning.md": ("pirl tune acrlpd_tabletop --show-space > wide.yaml",),

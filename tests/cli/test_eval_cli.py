@@ -132,7 +132,7 @@ def test_results_of_another_evaluation_are_not_replaced(folder: Path, capsys: py
 def test_two_checkpoints_are_compared_on_the_same_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = folder / "walk_bc/run/20", folder / "walk_q/run"
     words = ["--episodes", "12", "--out", "out"]
-    found = result_of(capsys, str(first), "--compare", str(second), *words)
+    found = result_of(capsys, str(first), "--compare", str(second), *words, "--video", "1")
     mine = [one["success"] for one in found["result"]["episodes"]]
     other = found["compared_with"]
     assert other["evaluation"]["checkpoint"] == str(second / "5")
@@ -142,8 +142,11 @@ def test_two_checkpoints_are_compared_on_the_same_states(folder: Path, capsys: p
     for name, pair in {"both": (1, 1), "neither": (0, 0), "only_this": (1, 0), "only_other": (0, 1)}.items():
         assert comparison[name] == pairs.count((bool(pair[0]), bool(pair[1])))
     assert comparison["difference"] == pytest.approx((sum(mine) - sum(theirs)) / 12)
-    alone = result_of(capsys, str(second), "--episodes", "12", "--out", "alone")
+    alone = result_of(capsys, str(second), "--episodes", "12", "--out", "alone", "--video", "1")
     assert alone["result"] == other["result"]
+    filmed = {path.name: path.read_bytes() for path in Path("alone").iterdir() if path.name != "eval.json"}
+    assert {path.name: path.read_bytes() for path in Path("out/compared_with").iterdir()} == filmed
+    assert len(filmed) >= 2
     assert app.main(["eval", str(first), "--compare", str(second), *words]) == 0
     assert f"difference {comparison['difference']:+.3f}, p = {comparison['p_value']:.3g}" in capsys.readouterr().out
 

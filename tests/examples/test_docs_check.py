@@ -66,7 +66,7 @@ def test_a_page_is_run_in_order(
     [
         ("cat no_such_file", "No such file"),
         ("pirl train no_such_recipe", "unknown recipe"),
-        ("pirl eval checkpoints/bc_tabletop/first/1300", "the last step of bc_tabletop is 1200"),
+        ("pirl eval checkpoints/bc_tabletop/first/2500", "the last step of bc_tabletop is 2400"),
         ("ls no_such_file | cat", "cannot access"),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_fails_is_told(
             "pirl train bc_aloha_fold --exp-name a  --debug --max-steps 2",
         ),
         (
-            "pirl train ript_tabletop --init-weights checkpoints/bc_tabletop/first/1200",
+            "pirl train ript_tabletop --init-weights checkpoints/bc_tabletop/first/2400",
             "pirl train ript_tabletop --init-weights checkpoints/bc_tabletop/first --variant quick --max-steps 1",
         ),
         ("pirl eval checkpoints/debug/a --episodes 200", "pirl eval checkpoints/debug/a --episodes 8"),

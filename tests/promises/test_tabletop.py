@@ -1,7 +1,7 @@
 """From pictures and language, on a level where imitation succeeds half of the time: both algorithms make it better.
 
-One seed, as much as a laptop does in minutes; docs/algorithms-ript.md has three seeds of the recipes as they stand. All
-numbers are plain sampling on 400 fresh initial states.
+One seed, and half of the recipes' steps offline; `benchmarks/tabletop.py` has three seeds of the recipes as they stand.
+All numbers are plain sampling on 400 fresh initial states.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pirl.config import RLTrainConfig
 from pirl.recipes import get_config
 from pirl.rollout.evaluate import Rate
 from pirl.training import streams
 from small_runs import compiled_once
 from tabletop_runs import Table, shuffled, success, table, train_groups, train_offline
 
-BC, ACRLPD, RIPT = (get_config(name) for name in ("bc_tabletop", "acrlpd_tabletop", "ript_tabletop"))
+
+def halved(name: str) -> RLTrainConfig:
+    config = get_config(name)
+    steps = config.num_train_steps // 2
+    return replace(config, num_train_steps=steps, policy_schedule=replace(config.policy_schedule, decay_steps=steps))
+
+
+BC, ACRLPD, RIPT = halved("bc_tabletop"), halved("acrlpd_tabletop"), get_config("ript_tabletop")
 
 pytestmark = pytest.mark.slow
 

@@ -198,7 +198,9 @@ def test_evaluations_by_task(make_run: MakeRun) -> None:
 def test_a_comparison_is_told_and_the_other_policy_shown_once(make_run: MakeRun) -> None:
     bc, rl = make_run("bc/first"), make_run("rl/first")
     theirs = json.loads((write_evaluation(bc, [True, False], films={}) / "eval.json").read_text())
-    file = write_evaluation(rl, [True, True], films={}) / "eval.json"
+    file = write_evaluation(rl, [True, True], films={1: MP4 + b"a1"}) / "eval.json"
+    (file.parent / "compared_with").mkdir()
+    (file.parent / "compared_with" / "failure-0001.mp4").write_bytes(MP4 + b"b1")
     comparison = {"difference": 0.5, "p_value": 1.0, "both": 1, "neither": 0, "only_this": 1, "only_other": 0}
     content = json.loads(file.read_text()) | {"compared_with": {**theirs, "comparison": comparison}}
     file.write_text(json.dumps(content))
@@ -206,6 +208,9 @@ def test_a_comparison_is_told_and_the_other_policy_shown_once(make_run: MakeRun)
     assert ["task", "bc/first, step 60", "step 60"] in alone.rows
     assert ["task", "bc, step 60", "rl, step 60"] in both.rows
     assert "rl, step 60 against bc, step 60, state by state: +50.0 points, p = 1" in both.text
+    labels = ["bc/first, step 60: failure after 7 steps", "step 60: success after 7 steps"]
+    assert [video["aria-label"] for video in alone.all("video")] == labels
+    assert len(both.all("video")) == 1, "on a page of its own runs, those have their own films"
 
 
 def test_films_of_one_state_stand_together(make_run: MakeRun) -> None:

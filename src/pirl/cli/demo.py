@@ -88,7 +88,7 @@ def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Res
 
     data, assets, runs = folder / "data" / "tabletop", folder / "assets", folder / "runs"
     episodes, demos = (40, 150) if quick else (400, 1500)
-    steps = {"bc": 1200, "filtered": 400, "acrlpd": 800, "ript": 15}
+    steps = {"bc": 2400, "filtered": 1200, "acrlpd": 1600, "ript": 15}
     steps = {name: max(1, count // 10) for name, count in steps.items()} if quick else steps
     share = 0.15 if quick else 1.0
 

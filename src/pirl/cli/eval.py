@@ -12,7 +12,8 @@ NAME = "eval"
 HELP = """\
 Acts out episodes with a checkpoint and counts successes, of each task and over all, with a 95 % interval. The initial
 states of a split are always the same, and so is the result: the same command gives the same numbers. They are kept in
-eval.json, beside the videos and a picture of them (filmstrip.png) if --video asks for them.
+eval.json, beside the videos and a picture of them (filmstrip.png) if --video asks for them; those of the policy that it
+is compared with are in a folder compared_with.
 
 The checkpoint is a step's folder, or a run's (then it is the latest step, or with --best the best one). It knows its
 own model, robot and environment; any of its settings can be changed by a flag with its dotted path, as in `pirl train`:
@@ -23,7 +24,7 @@ EXAMPLES = """\
 examples:
   pirl eval checkpoints/bc_tabletop/first
   pirl eval checkpoints/acrlpd_tabletop/first --best --episodes 200 --video 4
-  pirl eval checkpoints/acrlpd_tabletop/first/800 --best-of 8 --split validation
+  pirl eval checkpoints/acrlpd_tabletop/first/1600 --best-of 8 --split validation
   pirl eval checkpoints/acrlpd_tabletop/first --compare checkpoints/bc_tabletop/first --episodes 200
   pirl eval gs://openpi-assets/checkpoints/pi05_libero --recipe acrlpd_libero --env.type Libero --num-envs 8"""
 USAGE = "%(prog)s CHECKPOINT [--episodes N] [--video [N]] [--compare OTHER] [--SETTING VALUE ...]"
@@ -49,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
     add("--num-envs", type=positive, metavar="N", help="environments stepped together")
     add("--backend", choices=("local", "process", "ray"), help="where they run")
     add("--seed", type=int, default=0, metavar="S", help="decides the policy's noise (default 0)")
-    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and N failures (3)")
+    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and N failures of each (3)")
     add("--compare", metavar="OTHER", help="evaluate another checkpoint on the same states, and compare")
     add("--recipe", metavar="NAME", help="recipe or YAML file with the model, robot and environment of the checkpoint")
     add("--out", type=Path, metavar="DIR", help=f"folder to write to (default: {FOLDER}/... in the run)")
@@ -79,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or _default_folder(args, found, other)
     _check_target(out / FILE, asked, overwrite=args.overwrite)
     with build_pool(found.config) as pool:
-        films = Highlights(args.video or 0)
-        evaluated = {"": _evaluate(args, found, pool, films)}
+        films = {name: Highlights(args.video or 0) for name in asked}
+        evaluated = {"": _evaluate(args, found, pool, films[""])}
         if other is not None:
-            evaluated["compared_with"] = _evaluate(args, other, pool, Highlights(0))
+            evaluated["compared_with"] = _evaluate(args, other, pool, films["compared_with"])
     result: dict[str, Any] = {"evaluation": asked[""], "result": evaluated[""].to_json()}
     if other is not None:
         result["compared_with"] = {
@@ -92,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
         }
     text = _write(out / FILE, result)
     if args.video:  # only now: what can go wrong here must not cost the results
-        _film(films.rollouts, found.config.env, pool.info.fps, out)
+        for name, seen in films.items():
+            _film(seen.rollouts, found.config.env, pool.info.fps, out / name)
     if args.json:
         print(text, end="")
     else:
@@ -200,6 +202,7 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
     from pirl.errors import PirlError, PirlWarning
     from pirl.rollout.films import film, write_filmstrip, write_video
 
+    out.mkdir(exist_ok=True)
     for old in (*out.glob("success-*.mp4"), *out.glob("failure-*.mp4")):
         old.unlink()
     try:

@@ -24,7 +24,7 @@ EXAMPLES = """\
 examples:
   pirl tune bc_tabletop --trials 20
   pirl tune acrlpd_tabletop --show-space
-  pirl tune acrlpd_tabletop --trials 10 --init-weights checkpoints/bc_tabletop/first/1200
+  pirl tune acrlpd_tabletop --trials 10 --init-weights checkpoints/bc_tabletop/first/2400
   pirl tune acrlpd_tabletop --trials 40 --study wide --space wide.yaml --timeout 8h --max-steps 400"""
 USAGE = "%(prog)s RECIPE --trials N [--study NAME] [--space FILE.yaml] [--timeout TIME] [--SETTING VALUE ...]"
 PAGE_FILE = "tuning.html"

@@ -3,9 +3,9 @@
     pirl record bc_tabletop --episodes 1500 --repo-id demos/tabletop
     pirl norm-stats demos/tabletop --robot tabletop --horizon 4 --out assets/demos/tabletop
     pirl train bc_tabletop --exp-name first
-    pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/1200
-    pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/800
-    pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/1200
+    pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/1600
+    pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -38,12 +38,12 @@ _BC = RLTrainConfig(
     ),
     env=TabletopConfig(level="easy"),
     rollout=RolloutConfig(num_envs=128, flow_steps=5),
-    evaluation=EvalConfig(interval=400, episodes=400),
+    evaluation=EvalConfig(interval=800, episodes=400),
     policy_optimizer=AdamW(weight_decay=1e-4),
-    policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1.5e-3, decay_steps=1200, decay_lr=3e-5),
-    checkpoint=CheckpointConfig(save_interval=400, keep_period=None),
+    policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1.5e-3, decay_steps=2400, decay_lr=3e-5),
+    checkpoint=CheckpointConfig(save_interval=800, keep_period=None),
     batch_size=64,
-    num_train_steps=1200,
+    num_train_steps=2400,
     log_interval=50,
 )
 
@@ -63,17 +63,15 @@ _ACRLPD = replace(
         policy_ema_decay=0.98,
     ),
     freeze="vlm_frozen",
-    policy_schedule=CosineSchedule(warmup_steps=20, peak_lr=7e-4, decay_steps=800, decay_lr=7e-5),
+    policy_schedule=CosineSchedule(warmup_steps=20, peak_lr=7e-4, decay_steps=1600, decay_lr=7e-5),
     critic_schedule=ConstantSchedule(lr=1e-3),
-    num_train_steps=800,
+    num_train_steps=1600,
 )
 
 _ONLINE = replace(
     _ACRLPD,
     name="acrlpd_tabletop_online",
     online=OnlineConfig(start_step=400, episodes=128, updates_per_step=0.05),
-    policy_schedule=CosineSchedule(warmup_steps=20, peak_lr=7e-4, decay_steps=1600, decay_lr=7e-5),
-    num_train_steps=1600,
 )
 
 _RIPT = replace(

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FILE, STRIP, FOLDER = "eval.json", "filmstrip.png", "evaluations"
+COMPARED = "compared_with"
+"""Of the other policy, in an evaluation's file and, for its films, beside it."""
 _FILM = re.compile(r"(success|failure)-(\d+)\.mp4")
 
 
@@ -92,7 +94,7 @@ def read_evaluation(file: Path) -> tuple[Evaluation, list[str]]:
         notes: list[str] = []
         films = tuple(_films(file.parent, asked, result["episodes"], notes))
         strip = file.parent / STRIP
-        compared = content.get("compared_with")
+        compared = content.get(COMPARED)
         evaluation = Evaluation(
             asked=asked,
             success=_rate(result["success"]),
@@ -106,6 +108,9 @@ def read_evaluation(file: Path) -> tuple[Evaluation, list[str]]:
                 asked=dict(compared["evaluation"]),
                 success=_rate(compared["result"]["success"]),
                 tasks=_tasks(compared["result"]),
+                films=tuple(
+                    _films(file.parent / COMPARED, compared["evaluation"], compared["result"]["episodes"], notes)
+                ),
             ),
         )
     except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:

@@ -46,13 +46,14 @@ class Row:
 def choose(runs: Sequence[Run], budget: int = BUDGET) -> tuple[list[Row], list[Row], int]:
     """(films of one initial state by several policies, films that stand alone, how many did not fit).
 
-    Pairs come first, and of equals the small ones.
+    Pairs come first, and of equals the small ones. What a run was compared with is shown with it, unless it is on the
+    page itself.
     """
+    own = [(i, evaluation) for i, run in enumerate(runs) for evaluation in run.evaluations]
+    asked = [evaluation.asked for _, evaluation in own]
+    others = [(i, one.other) for i, one in own if one.other is not None and one.other.asked not in asked]
     takes = [
-        Take(film=film, evaluation=evaluation, run=i)
-        for i, run in enumerate(runs)
-        for evaluation in run.evaluations
-        for film in evaluation.films
+        Take(film=film, evaluation=evaluation, run=i) for i, evaluation in [*others, *own] for film in evaluation.films
     ]
     by_state: dict[tuple[str, str, int], list[Take]] = {}
     for take in takes:

@@ -1,0 +1,152 @@
+"""Does it learn? The README's table: every method on the embedded tabletop, by the commands that a user types.
+
+    python benchmarks/tabletop.py                    seeds 0, 1, 2; some 50 minutes on two cores
+    python benchmarks/tabletop.py --seeds 0          one of them; another process may do another meanwhile
+    python benchmarks/tabletop.py --quick            a tenth of the steps: does the program work?
+
+A seed is one of everything: demonstrations, first weights, batches, rollouts. It is `pirl demo` first, then what that
+leaves out: distillation, RIPT without ACRLPD, ACRLPD online, and two controls that are told outcomes which belong to
+other episodes. All are evaluated on the same 400 test states. What is there is not done again: interrupted, the same
+command goes on. The table is printed, and written beside the runs as table.md.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from pirl.cli.app import main as pirl
+from pirl.records import Rollout
+from pirl.training import streams
+
+ROWS = {
+    "BC": "imitation",
+    "BC, success-filtered": "imitation_of_successes",
+    "ACRLPD, `awr`, offline": "ACRLPD",
+    "– the same, best of 8 by the critic": "ACRLPD,_best_of_8",
+    "ACRLPD, `distill`, offline": "distill",
+    "ACRLPD, `awr`, online": "online",
+    "BC, then RIPT": "RIPT",
+    "**ACRLPD, then RIPT**": "ACRLPD_then_RIPT",
+    "control: ACRLPD, outcomes shuffled": "ACRLPD_shuffled",
+    "control: RIPT, outcomes shuffled": "RIPT_shuffled",
+}
+"""What a row is called, and the folder of its evaluation."""
+
+
+@dataclass(frozen=True)
+class Seed:
+    """One seed's folder, and what is run in it."""
+
+    folder: Path
+    seed: int
+    quick: bool
+
+    @property
+    def demo(self) -> Path:
+        """Where `pirl demo` puts all of it."""
+        return self.folder.with_name(f"{self.folder.name}_quick") if self.quick else self.folder
+
+    def run(self) -> None:
+        """Everything that is not there yet."""
+        number, quick = str(self.seed), ["--quick"] if self.quick else []
+        call(["demo", "--folder", str(self.folder), "--seed", number, *quick])
+        offline = ("acrlpd_tabletop", "1600")
+        self.method("distill", *offline, "--agent.actor", "distill")
+        self.method("online", "acrlpd_tabletop_online", "1600")
+        self.method("RIPT", "ript_tabletop", "15")
+        labels = self.demo / "shuffled.json"
+        labels.write_text(json.dumps(shuffled(self.demo / "data" / "tabletop", self.seed)))
+        told = ("--data.outcome", "sparse_success", "--data.success-file", str(labels))
+        self.method("ACRLPD_shuffled", *offline, *told)
+        with patch.object(streams, "_successes", dealt(self.seed)):
+            self.method("RIPT_shuffled", "ript_tabletop", "15")
+
+    def method(self, name: str, recipe: str, steps: str, *settings: str) -> None:
+        """Train from this seed's imitation, evaluate."""
+        runs, result = self.demo / "runs", self.demo / "evaluations" / name
+        if (result / "eval.json").is_file():
+            return
+        if self.quick:
+            steps = str(max(1, int(steps) // 10))
+        begun, start = runs / recipe / name, max((runs / "bc_tabletop" / "imitation").glob("[0-9]*"), key=number_of)
+        if not (begun / steps).is_dir():
+            places = ("--data.assets-dir", self.demo / "assets", "--checkpoint.base-dir", runs, "--init-weights", start)
+            data = ("--data-path", self.demo / "data" / "tabletop")
+            words = [*data, *places, "--seed", self.seed, "--max-steps", steps, *settings]
+            goes_on = ["--resume"] if begun.is_dir() else []
+            call(["train", recipe, "--exp-name", name, *map(str, words), *goes_on])
+        call(["eval", str(begun / steps), "--episodes", "40" if self.quick else "400", "--out", str(result)])
+
+    def cell(self, name: str) -> str:
+        """A success rate and Wilson's 95 % interval."""
+        file = self.demo / "evaluations" / name / "eval.json"
+        if not file.is_file():
+            return "–"
+        found = json.loads(file.read_text())["result"]["success"]
+        return f"{found['rate']:.3f} ({found['low']:.2f}–{found['high']:.2f})"
+
+
+def shuffled(dataset: Path, seed: int) -> dict[str, bool]:
+    """{episode: the outcome of another}."""
+    from pirl.data.config import DataConfig
+    from pirl.data.create import create_source
+    from pirl.data.robots import get_robot
+
+    source = create_source(DataConfig(repo_ids=(str(dataset),), outcome="columns"), get_robot("tabletop"))
+    outcomes = [bool(source.episode(index).success) for index in range(len(source))]
+    mixed = np.random.default_rng(seed).permutation(outcomes).tolist()
+    return {str(index): outcome for index, outcome in enumerate(mixed)}
+
+
+def dealt(seed: int) -> object:
+    """In place of a group's outcomes, those of a coin."""
+
+    def toss(group: Sequence[Rollout]) -> list[float]:
+        # A group is asked for several times, with the same answer: what was done in it decides how the coin falls.
+        done = zlib.crc32(b"".join(rollout.episode.actions.tobytes() for rollout in group))
+        coin = np.random.default_rng([seed, done])
+        return [float(side) for side in coin.random(len(group)) < 0.5]
+
+    return toss
+
+
+def number_of(folder: Path) -> int:
+    return int(folder.name)
+
+
+def call(words: list[str]) -> None:
+    print(f"$ pirl {shlex.join(words)}", flush=True)
+    if code := pirl(words):
+        sys.exit(code)
+
+
+def markdown(seeds: Sequence[Seed]) -> str:
+    head = ["method", *(f"seed {one.seed}" for one in seeds)]
+    rows = [head, ["---"] * len(head), *([title, *(one.cell(name) for one in seeds)] for title, name in ROWS.items())]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("tabletop_table"), metavar="DIR")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    seeds = [Seed(args.folder / f"seed{number}", number, args.quick) for number in args.seeds]
+    for one in seeds:
+        one.run()
+    table = markdown(seeds)
+    (args.folder / "table.md").write_text(table)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
