@@ -208,7 +208,7 @@ def test_a_comparison_is_told_and_the_other_policy_shown_once(make_run: MakeRun)
     assert ["task", "bc/first, step 60", "step 60"] in alone.rows
     assert ["task", "bc, step 60", "rl, step 60"] in both.rows
     assert "rl, step 60 against bc, step 60, state by state: +50.0 points, p = 1" in both.text
-    labels = ["bc/first, step 60: failure after 7 steps", "step 60: success after 7 steps"]
+    labels = ["bc/first, step 60: failure after 8 steps", "step 60: success after 8 steps"]
     assert [video["aria-label"] for video in alone.all("video")] == labels
     assert len(both.all("video")) == 1, "on a page of its own runs, those have their own films"
 

@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
     add("--num-envs", type=positive, metavar="N", help="environments stepped together")
     add("--backend", choices=("local", "process", "ray"), help="where they run")
     add("--seed", type=int, default=0, metavar="S", help="decides the policy's noise (default 0)")
-    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and N failures of each (3)")
+    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and N failures (3)")
     add("--compare", metavar="OTHER", help="evaluate another checkpoint on the same states, and compare")
     add("--recipe", metavar="NAME", help="recipe or YAML file with the model, robot and environment of the checkpoint")
     add("--out", type=Path, metavar="DIR", help=f"folder to write to (default: {FOLDER}/... in the run)")
