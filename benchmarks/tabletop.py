@@ -1,6 +1,6 @@
 """Does it learn? The README's table: every method on the embedded tabletop, by the commands that a user types.
 
-    python benchmarks/tabletop.py                    seeds 0, 1, 2; some 50 minutes on two cores
+    python benchmarks/tabletop.py                    seeds 0, 1, 2; some 40 minutes on two cores
     python benchmarks/tabletop.py --seeds 0          one of them; another process may do another meanwhile
     python benchmarks/tabletop.py --quick            a tenth of the steps: does the program work?
 

@@ -99,7 +99,7 @@ def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Res
         took = int(share * seconds) + 10
         return Stage(title, (*command, *places, *more), product, product.is_dir(), took, resumable=True)
 
-    bc = train("bc_tabletop", "imitation", steps["bc"], "imitate the demonstrations", 150)
+    bc = train("bc_tabletop", "imitation", steps["bc"], "imitate the demonstrations", 90)
     start = ("--init-weights", str(bc.product))
     fine = (
         "--freeze",
@@ -110,12 +110,12 @@ def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Res
         str(max(steps["filtered"], 120)),
     )
     filtered = train(
-        *("bc_tabletop", "successes", steps["filtered"], "imitate the successful ones only", 45),
+        *("bc_tabletop", "successes", steps["filtered"], "imitate the successful ones only", 40),
         *(*start, *fine, "--data.successes-only"),
     )
-    acrlpd = train("acrlpd_tabletop", "offline", steps["acrlpd"], "Q-chunking, offline (ACRLPD)", 150, *start)
+    acrlpd = train("acrlpd_tabletop", "offline", steps["acrlpd"], "Q-chunking, offline (ACRLPD)", 95, *start)
     ript = train(
-        *("ript_tabletop", "online", steps["ript"], "groups of rollouts, online (RIPT)", 60),
+        *("ript_tabletop", "online", steps["ript"], "groups of rollouts, online (RIPT)", 30),
         *("--init-weights", str(acrlpd.product)),
     )
 
@@ -124,7 +124,7 @@ def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Res
         command = ("eval", str(of.product), "--episodes", str(episodes), "--video", "2", "--out", str(out), *more)
         label = f"evaluate: {name.replace('_', ' ')}"
         file = out / "eval.json"
-        return Stage(label, command, file, file.is_file(), 15), Result(name.replace("_", " "), file)
+        return Stage(label, command, file, file.is_file(), 6), Result(name.replace("_", " "), file)
 
     evaluations = [
         evaluated("imitation", bc),
