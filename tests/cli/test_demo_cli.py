@@ -113,7 +113,7 @@ def test_a_quick_demo_keeps_to_its_own_folder(tmp_path: Path, done: list[list[st
     assert not (tmp_path / "demo").exists()
     assert (tmp_path / "demo_quick" / "report.html").exists()
     steps = [int(command[command.index("--max-steps") + 1]) for command in done if command[0] == "train"]
-    assert steps == [120, 40, 80, 1]
+    assert steps == [240, 120, 160, 1]
 
 
 def arguments(folder: Path) -> Any:
