@@ -23,6 +23,10 @@ from unittest.mock import patch
 import numpy as np
 
 from pirl.cli.app import main as pirl
+from pirl.data.config import DataConfig
+from pirl.data.create import create_source
+from pirl.data.robots import get_robot
+from pirl.recipes import get_config
 from pirl.records import Rollout
 from pirl.training import streams
 
@@ -58,24 +62,23 @@ class Seed:
         """Everything that is not there yet."""
         number, quick = str(self.seed), ["--quick"] if self.quick else []
         call(["demo", "--folder", str(self.folder), "--seed", number, *quick])
-        offline = ("acrlpd_tabletop", "1600")
-        self.method("distill", *offline, "--agent.actor", "distill")
-        self.method("online", "acrlpd_tabletop_online", "1600")
-        self.method("RIPT", "ript_tabletop", "15")
+        self.method("distill", "acrlpd_tabletop", "--agent.actor", "distill")
+        self.method("online", "acrlpd_tabletop_online")
+        self.method("RIPT", "ript_tabletop")
         labels = self.demo / "shuffled.json"
         labels.write_text(json.dumps(shuffled(self.demo / "data" / "tabletop", self.seed)))
         told = ("--data.outcome", "sparse_success", "--data.success-file", str(labels))
-        self.method("ACRLPD_shuffled", *offline, *told)
+        self.method("ACRLPD_shuffled", "acrlpd_tabletop", *told)
         with patch.object(streams, "_successes", dealt(self.seed)):
-            self.method("RIPT_shuffled", "ript_tabletop", "15")
+            self.method("RIPT_shuffled", "ript_tabletop")
 
-    def method(self, name: str, recipe: str, steps: str, *settings: str) -> None:
+    def method(self, name: str, recipe: str, *settings: str) -> None:
         """Train from this seed's imitation, evaluate."""
         runs, result = self.demo / "runs", self.demo / "evaluations" / name
         if (result / "eval.json").is_file():
             return
-        if self.quick:
-            steps = str(max(1, int(steps) // 10))
+        whole = get_config(recipe).num_train_steps
+        steps = str(max(1, whole // 10) if self.quick else whole)
         begun, start = runs / recipe / name, max((runs / "bc_tabletop" / "imitation").glob("[0-9]*"), key=number_of)
         if not (begun / steps).is_dir():
             places = ("--data.assets-dir", self.demo / "assets", "--checkpoint.base-dir", runs, "--init-weights", start)
@@ -96,10 +99,6 @@ class Seed:
 
 def shuffled(dataset: Path, seed: int) -> dict[str, bool]:
     """{episode: the outcome of another}."""
-    from pirl.data.config import DataConfig
-    from pirl.data.create import create_source
-    from pirl.data.robots import get_robot
-
     source = create_source(DataConfig(repo_ids=(str(dataset),), outcome="columns"), get_robot("tabletop"))
     outcomes = [bool(source.episode(index).success) for index in range(len(source))]
     mixed = np.random.default_rng(seed).permutation(outcomes).tolist()

@@ -1,0 +1,87 @@
+"""The README's table: commands that pirl takes, every row filled, nothing done twice, controls that know nothing."""
+
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pirl.cli import demo
+from pirl.recipes import cli
+from pirl.training import streams
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def tabletop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tabletop
+
+    monkeypatch.setattr(tabletop, "shuffled", lambda dataset, seed: {})
+    return tabletop
+
+
+@pytest.fixture
+def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that were run; each leaves behind what the real one does."""
+    commands: list[list[str]] = []
+
+    def leave_result(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        rate = {"rate": len(commands) / 100, "low": 0.0, "high": 1.0}
+        (folder / "eval.json").write_text(json.dumps({"result": {"success": rate}}))
+
+    def run(words: list[str]) -> int:
+        commands.append([*words, streams._successes.__name__])
+        if words[0] == "demo":
+            stages, results = demo.plan(Path(words[2]), quick=False, seed=0)
+            for stage in stages[2:6]:
+                stage.product.mkdir(parents=True, exist_ok=True)
+            for result in results:
+                leave_result(result.evaluation.parent)
+        elif words[0] == "train":
+            config = cli(words[1:])
+            assert config.init_weights is not None
+            assert Path(config.init_weights).is_dir()
+            (config.run_dir / str(config.num_train_steps)).mkdir(parents=True)
+        else:
+            assert Path(words[1]).is_dir()
+            leave_result(Path(words[words.index("--out") + 1]))
+        return 0
+
+    monkeypatch.setattr(tabletop, "pirl", run)
+    return commands
+
+
+def test_every_row_is_filled_and_nothing_done_twice(
+    tabletop: ModuleType, called: list[list[str]], tmp_path: Path
+) -> None:
+    seed = tabletop.Seed(tmp_path / "seed0", 0, quick=False)
+    seed.run()
+    assert [words[0] for words in called] == ["demo", *["train", "eval"] * 5]
+    assert [words[-1] == "toss" for words in called] == [False] * 9 + [True] * 2, "only one run tosses coins"
+    assert "–" not in [seed.cell(name) for name in tabletop.ROWS.values()]
+    table = tabletop.markdown([seed])
+    assert "| ACRLPD, `distill`, offline | 0.030 (0.00–1.00) |\n" in table
+    seed.run()
+    assert [words[0] for words in called[11:]] == ["demo"]
+
+
+def test_what_was_begun_is_resumed(tabletop: ModuleType, called: list[list[str]], tmp_path: Path) -> None:
+    (tmp_path / "seed0/runs/ript_tabletop/RIPT").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="2"):  # the command itself knows --resume, not a recipe's flags
+        tabletop.Seed(tmp_path / "seed0", 0, quick=False).run()
+    assert called[-1][:4] == ["train", "ript_tabletop", "--exp-name", "RIPT"]
+    assert "--resume" in called[-1]
+
+
+def test_a_coin_falls_the_same_for_the_same_group_and_knows_nothing(tabletop: ModuleType) -> None:
+    draw = np.random.default_rng(0)
+    groups = [[SimpleNamespace(episode=SimpleNamespace(actions=draw.random(3))) for _ in range(8)] for _ in range(200)]
+    toss = tabletop.dealt(0)
+    tossed = [toss(group) for group in groups]
+    assert tossed == [toss(group) for group in groups]
+    assert tossed != [tabletop.dealt(1)(group) for group in groups]
+    assert 0.45 < np.mean(tossed) < 0.55
