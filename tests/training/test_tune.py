@@ -358,7 +358,7 @@ def test_after_the_time_no_trial_is_begun(tmp_path: Path) -> None:
             "space of agent.target_ess: {low: 0.1, high: 0.9} there, not searched",
         ),
         ({"seed": 7}, "seed: 42 there, 7 now"),
-        ({"num_train_steps": 400}, "num_train_steps: 800 there, 400 now"),
+        ({"num_train_steps": 400}, "num_train_steps: 1600 there, 400 now"),
     ],
 )
 def test_a_study_is_not_gone_on_with_as_another(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
