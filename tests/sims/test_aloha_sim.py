@@ -140,6 +140,25 @@ def test_staged_reward_counts_the_way(make: Make) -> None:
     assert rollout.episode.rewards[-1] == 1.0
 
 
+def test_physics_that_diverges_is_a_failure_and_leaves_no_trace(make: Make) -> None:
+    env, fresh = make(), make()
+    env.begin(Context(TRANSFER, 2))
+    draw = np.random.default_rng(2)
+    for _ in range(100):
+        before = env.observe(pictures=False)["state"]
+        outcome = env.act(3 * draw.normal(size=14).astype(np.float32))
+        if outcome.terminated:
+            break
+    assert outcome == (0.0, True, False, False)
+    np.testing.assert_array_equal(env.observe(pictures=False)["state"], before)
+    states = []
+    for one in (env, fresh):
+        one.begin(Context(TRANSFER, 5))
+        one.act(STILL)
+        states.append(one.observe(pictures=False)["state"])
+    np.testing.assert_array_equal(*states)
+
+
 def test_refuses_what_it_cannot_do(make: Make) -> None:
     env = make(max_steps=2)
     with pytest.raises(EnvError, match="before the first episode"):

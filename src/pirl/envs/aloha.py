@@ -34,8 +34,9 @@ _SUCCESS = 4
 class AlohaEnv(RobotEnv):
     """Actions are absolute joint targets: six joints and a gripper (0 closed, 1 open), left arm first.
 
-    The reward is 1 for success and 0 before; the episode terminates with it. An action is executed as it is: good ones
-    leave the range of -1 to 1 that gym-aloha declares (an elbow starts at 1.16), so clipping to it would break them.
+    The reward is 1 for success and 0 before; the episode terminates with it, and as a failure where the arms are driven
+    so hard that the physics diverges. An action is executed as it is: good ones leave the range of -1 to 1 that
+    gym-aloha declares (an elbow starts at 1.16), so clipping to it would break them.
     """
 
     robot = "aloha_sim"
@@ -45,9 +46,10 @@ class AlohaEnv(RobotEnv):
     def __init__(self, config: AlohaConfig) -> None:
         """Load the scene; nothing is rendered yet."""
         modules = ("gym_aloha.tasks.sim", "gym_aloha.constants", "gym_aloha.utils", "dm_control.mujoco")
-        self._sim, constants, sampling, dm_mujoco = (
-            load(module, extra="aloha", why="the ALOHA simulator") for module in modules
+        self._sim, constants, sampling, dm_mujoco, control = (
+            load(module, extra="aloha", why="the ALOHA simulator") for module in (*modules, "dm_control.rl.control")
         )
+        self._diverged: type[Exception] = control.PhysicsError
         self.config = config
         self.tasks = (PROMPTS[config.task],)
         self.max_steps = config.max_steps
@@ -83,9 +85,15 @@ class AlohaEnv(RobotEnv):
         """One control step of 20 ms."""
         if self._steps is None:
             raise EnvError("an action before the first episode", hint="begin an episode with a context first")
+        before = self._physics.get_state()
         self._task.before_step(action.astype(np.float64), self._physics)
-        self._physics.step(self._substeps)
         self._steps += 1
+        try:
+            self._physics.step(self._substeps)
+        except self._diverged:  # by what the policy does, so it has failed; what it last saw is seen again
+            with self._physics.reset_context():
+                self._physics.set_state(before)
+            return Outcome(0.0, True, False, False)
         stage = self._task.get_reward(self._physics)
         success = stage == _SUCCESS
         reward = stage / _SUCCESS if self.config.staged_reward else float(success)
