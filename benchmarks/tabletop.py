@@ -5,9 +5,9 @@
     python benchmarks/tabletop.py --quick            a tenth of the steps: does the program work?
 
 A seed is one of everything: demonstrations, first weights, batches, rollouts. It is `pirl demo` first, then what that
-leaves out: distillation, RIPT without ACRLPD, ACRLPD online, and two controls that are told outcomes which belong to
-other episodes. All are evaluated on the same 400 test states. What is there is not done again: interrupted, the same
-command goes on. The table is printed, and written beside the runs as table.md.
+leaves out: distillation, RIPT without ACRLPD, ACRLPD online, and two controls whose outcomes say nothing (of other
+episodes, of a coin). All are evaluated on the same 400 test states. What is there is not done again: interrupted,
+the same command goes on. The table is printed, and written beside the runs as table.md.
 """
 
 import argparse
@@ -40,7 +40,7 @@ ROWS = {
     "BC, then RIPT": "RIPT",
     "**ACRLPD, then RIPT**": "ACRLPD_then_RIPT",
     "control: ACRLPD, outcomes shuffled": "ACRLPD_shuffled",
-    "control: RIPT, outcomes shuffled": "RIPT_shuffled",
+    "control: RIPT, outcomes of a coin": "RIPT_shuffled",
 }
 """What a row is called, and the folder of its evaluation."""
 

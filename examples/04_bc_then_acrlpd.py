@@ -38,8 +38,9 @@ def adapted(name: str, steps: int) -> RLTrainConfig:
 
 
 bc, acrlpd = adapted("bc_tabletop", args.bc_steps), adapted("acrlpd_tabletop", args.acrlpd_steps)
-# The critic learns alone at first: the recipe says for how long, of 800 steps.
-acrlpd = replace(acrlpd, agent=replace(acrlpd.agent, actor_warmup_steps=3 * args.acrlpd_steps // 8))
+# The critic learns alone at first, for the recipe's share of the steps.
+alone = acrlpd.agent.actor_warmup_steps * args.acrlpd_steps // get_config("acrlpd_tabletop").num_train_steps
+acrlpd = replace(acrlpd, agent=replace(acrlpd.agent, actor_warmup_steps=alone))
 with LocalPool(bc.env, args.episodes) as pool:
     with RolloutRecorder(bc.data.repo_ids[0], info=pool.info, existing="overwrite") as recorder:
         for rollout in expert_rollouts(bc.env, recording_contexts(pool.info, args.demos, "train"), dials=None, seed=0):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAME = "demo"
 HELP = """\
-Goes the whole way once, on the embedded tabletop, with a π₀ of 250,000 parameters: records imperfect demonstrations as
+Goes the whole way once, on the embedded tabletop, with a π₀ of 270,000 parameters: records imperfect demonstrations as
 a LeRobot dataset, clones them, improves the clone offline with Q-chunking (ACRLPD) and that online with groups of
 rollouts (RIPT), evaluates everything on the same fresh initial states, and writes a report with films of before and
 after. It needs a CPU with two cores and about ten minutes.
