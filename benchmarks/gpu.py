@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
@@ -228,8 +228,10 @@ def sized(config: Pi0Config, row: Row) -> Pi0Config:
 class Job:
     """A row, ready to be compiled. Nothing lies on the device yet."""
 
-    make: Callable[[], tuple[Any, Any]]
-    """The state (for sampling: the weights) and a batch."""
+    given: tuple[Any, Any]
+    """What makes the state (for sampling: the weights) and a batch, traced."""
+    placed: Callable[[Any, Any], tuple[Any, Any]]
+    """Both as the step takes them."""
     program: Any
     """The step, traced."""
     step: Step | None
@@ -248,12 +250,13 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
         # Weights as they are served: cast and cut once, not in each call.
         policy, data = Pi0(config), data["observations"]
         half = jax.jit(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.init(jax.random.key(0))))
-        serve = jax.jit(policy.for_inference)
+        serve = jax.jit(lambda: policy.for_inference(half()))
         weights = jax.eval_shape(half)
         return Job(
-            make=lambda: (serve(half()), make_batch()["observations"]),
+            given=(serve.lower(), make_batch.lower()),
+            placed=lambda weights, data: (weights, data["observations"]),
             program=jax.jit(sampler(config, row), compiler_options=compiler.for_acting() or None).lower(
-                jax.eval_shape(serve, weights), data, key
+                jax.eval_shape(serve), data, key
             ),
             step=None,
             flop=count_flops(sampler(counted, row), weights, data, key),
@@ -264,17 +267,32 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
     init = jax.jit(lambda: agent.init(jax.random.key(0)), out_shardings=state_shardings(mesh, state))
     spread = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=data_sharding(mesh)), data)
     return Job(
-        make=lambda: (step.shared(init()), jax.device_put(make_batch(), data_sharding(mesh))),
+        given=(init.lower(), make_batch.lower()),
+        placed=lambda state, data: (step.shared(state), jax.device_put(data, data_sharding(mesh))),
         program=step.lower(sharded_shapes(mesh, state), spread, key),
         step=step,
         flop=count_flops(make_agent(counted, row, augment=augment).update, state, data, key),
     )
 
 
-def compiled(work: Job) -> tuple[Any, float]:
-    """The program, and how many seconds it took."""
+class Compiled(NamedTuple):
+    """A row's programs."""
+
+    run: Any
+    """The step."""
+    seconds: float
+    """That it took to compile."""
+    given: tuple[Any, Any]
+    """What makes what it starts from."""
+
+
+def compiled(work: Job) -> Compiled:
+    """All that the row needs."""
     begin = time.perf_counter()
-    return work.program.compile(), time.perf_counter() - begin
+    run = work.program.compile()
+    seconds = time.perf_counter() - begin
+    first, second = (program.compile() for program in work.given)
+    return Compiled(run, seconds, (first, second))
 
 
 def program_gib(run: Any) -> float:
@@ -284,12 +302,14 @@ def program_gib(run: Any) -> float:
     return float(memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes) / GIB
 
 
-def measure(row: Row, work: Job, run: Any, seconds: float, repeats: int) -> dict[str, Any]:
+def measure(work: Job, programs: Compiled, repeats: int) -> dict[str, Any]:
     """Warm up, repeat."""
-    found: dict[str, Any] = {"compile_s": seconds, "tflop": work.flop / 1e12}
+    run = programs.run
+    found: dict[str, Any] = {"compile_s": programs.seconds, "tflop": work.flop / 1e12}
     if run.memory_analysis() is not None:
         found["gib"] = program_gib(run)
-    (state, data), key = work.make(), jax.random.key(2)
+    first, second = programs.given
+    (state, data), key = work.placed(first(), second()), jax.random.key(2)
     # As in training, the next step is on its way to the device before one has ended there; a sample is waited for.
     in_flight, waiting = int(work.step is not None), deque[Any]()
     ends = [time.perf_counter()]
@@ -325,7 +345,7 @@ def matmul_rate(size: int = 8192, seconds: float = 2.0) -> float:
     return 10 * 2 * size**3 / float(np.median(times[len(times) // 2 :]))
 
 
-Ahead = tuple[Job, "Future[tuple[Any, float]]"]
+Ahead = tuple[Job, Future[Compiled]]
 """A row that is being compiled."""
 
 
@@ -343,11 +363,11 @@ def attempt(config: Pi0Config, row: Row, args: argparse.Namespace, ahead: Ahead 
     for choice in choices:
         try:
             if ahead is not None and not errors:
-                work, (run, seconds) = ahead[0], ahead[1].result()
+                work, programs = ahead[0], ahead[1].result()
             else:
                 work = job(replace(config, attention=choice), row, augment=args.augment)
-                run, seconds = compiled(work)
-            found = measure(row, work, run, seconds, args.repeats)
+                programs = compiled(work)
+            found = measure(work, programs, args.repeats)
             return found | {"attention": choice, "errors": errors}
         except Exception as error:
             errors[choice] = f"{type(error).__name__}: {error}"[:2000]

@@ -225,7 +225,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--presets", default="pi0", help="separated by commas")
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "xla"))
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16, help="π₀.₅ has whole tiles from 16 on")
     parser.add_argument("--parts", default="training,sampling", help="one of these, or both")
     parser.add_argument("--no-timings", action="store_true")
     args = parser.parse_args()

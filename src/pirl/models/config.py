@@ -131,8 +131,9 @@ class Pi0Config:
     the least that fits into the devices' memory by `pirl plan`; training says which that is."""
     attention: Attention = "auto"
     """How attention is computed. `plain`: logits in memory, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
-    bfloat16). `xla`: the same without a kernel. `auto`: cudnn where it can run, else plain. Only rounding differs, and
-    on an H200 no more than bfloat16's own (`benchmarks/gpu_parity.py`)."""
+    bfloat16), and on one Hopper GPU another for gated products that need no gradients. `xla`: the same without kernels.
+    `auto`: cudnn where it can run, else plain. Only rounding differs, and on an H200 no more than bfloat16's own
+    (`benchmarks/gpu_parity.py`)."""
     feature_layer: int = -1
     """The critic reads the input of this VLM layer (-1: of the last). `depth` means the final norm's output, which
     only a pretrained VLM has trained: π₀'s own loss gives nothing after the last layer's keys and values a gradient."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pirl.models import attention
+from pirl.models import attention, gated
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.gemma import (
     Rotation,
@@ -144,7 +144,7 @@ def prepared(
         @jax.jit  # traced once, not once per layer
         def block(w: Params, x: Array, turn: Rotation, cache: tuple[Array, Array, Array], cond: Array | None) -> Array:
             attend = _plain(*cache) if how is None else _fused(how, *cache)
-            return _block(w, config.expert, x, turn, attend, cond)[0]
+            return _block(w, config.expert, x, turn, attend, cond, whole=gated.possible(config))[0]
 
         for w, cache in zip(layers, shared, strict=True):
             x = block(w, x, turn, cache, cond)
@@ -160,8 +160,10 @@ def _block(
     turn: Rotation,
     attend: Callable[[Array, Array, Array], Array],
     cond: Float[Array, "B N W"] | None,
+    *,
+    whole: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """One block on packed weights. Returns its keys and values as well."""
+    """One block on packed weights (`whole`: a kernel for its gated products). Returns its keys and values as well."""
     x = by_sample(x)
     here, there = (None, None) if cond is None else jnp.split(_modulation(w["modulation"], cond), 2, axis=-1)
     h, gate = _norm(w.get("pre_attention_norm", {}), x, here)
@@ -173,8 +175,11 @@ def _block(
     q, k = rope(q, turn) * c.head_dim**-0.5, rope(k, turn)
     x = residual(x, _product(attend(q, k, v).reshape(*x.shape[:-1], -1), w["out"]), gate)
     h, gate = _norm(w.get("pre_ffw_norm", {}), x, there)
-    gated, up = jnp.split(by_sample(_product(h, w["gating"])), 2, axis=-1)
-    return residual(x, _product(jax.nn.gelu(gated, approximate=True) * up, w["linear"]), gate), k, v
+    if whole and gated.fits(h, w["gating"]):
+        hidden = gated.product(h, w["gating"])
+    else:
+        hidden = gated.activated(*jnp.split(by_sample(_product(h, w["gating"])), 2, axis=-1))
+    return residual(x, _product(hidden, w["linear"]), gate), k, v
 
 
 def _norm(params: Params, x: Float[Array, "B N T W"], modulation: Array | None) -> tuple[Array, Array | None]:

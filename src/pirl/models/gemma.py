@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pirl.models import attention
+from pirl.models import attention, gated
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
 from pirl.models.placement import by_sample
@@ -106,7 +106,7 @@ def encode_prefix(
     last = c.depth - 1
     feature_layer = config.feature_layer % c.depth if config.feature_layer <= last else c.depth
     turn = rotation(positions, c.head_dim, limit=x.shape[1])
-    attend = _prefix_attention(config, mask)
+    attend, whole = _prefix_attention(config, mask), gated.possible(config)
     layers: Any = params["layers"]
     if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
         layers = expert_layers(layers, 0)
@@ -122,7 +122,8 @@ def encode_prefix(
             features = jnp.where(index == feature_layer, jax.lax.stop_gradient(x), features)
         h, k, v = begin(w, x)
         attended = attend(_queries(w["attn"], c, h, turn), k, v)
-        return (_after_attention(w, c, by_sample(x), attended, gate=None, cond=None), features), (k, v)
+        x = _after_attention(w, c, by_sample(x), attended, gate=None, cond=None, whole=whole)
+        return (x, features), (k, v)
 
     carry = (x, jnp.zeros_like(x) if feature_layer < last else None)
     numbers = jnp.arange(c.depth - int(skip))
@@ -172,14 +173,14 @@ def run_suffix(
     """Run the expert over N suffixes per observation, all against the one prefix."""
     c = config.expert
     turn = suffix_rotation(config, prefix_mask, x.shape[2])
-    attend = _suffix_attention(config, prefix_mask, suffix_mask)
+    attend, whole = _suffix_attention(config, prefix_mask, suffix_mask), gated.possible(config)
 
     def block(x: Array, weights: Params, prefix: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x = by_sample(x)
         h, gate = rms_norm(weights["pre_attention_norm"], x, cond)
         q, (k, v) = _queries(weights["attn"], c, h, turn), _keys_values(weights["attn"], c, h, turn)
         attended = attend(q, k, v, *prefix)
-        return _after_attention(weights, c, x, attended, gate=gate, cond=cond), (k, v)
+        return _after_attention(weights, c, x, attended, gate=gate, cond=cond, whole=whole), (k, v)
 
     layers, prefix = expert_layers(params["layers"], 1), (keys, values)
     x, (own_keys, own_values) = over_layers(block, x, layers, prefix, config.remat, x.dtype, view=_apart)
@@ -330,12 +331,13 @@ def _after_attention(
     *,
     gate: Array | None,
     cond: Float[Array, "... W"] | None,
+    whole: bool,
 ) -> Float[Array, "... T W"]:
-    """The rest of a block: output projection, residual, norm, gated feed-forward, residual."""
+    """The rest of a block: output projection, residual, norm, gated feed-forward (`whole`: by a kernel), residual."""
     x = residual(x, _einsum("...tnh,nhd->...td", attended, w["attn"]["attn_vec_einsum"], config.attn_lora), gate)
     x = kept(x, "attended")
     h, gate = rms_norm(w["pre_ffw_norm"], x, cond)
-    return residual(x, _feed_forward(w["mlp"], h), gate)
+    return residual(x, _feed_forward(w["mlp"], h, whole), gate)
 
 
 def rms_norm(
@@ -400,7 +402,7 @@ def _einsum(equation: str, x: Array, params: Params, lora: LoRAConfig | None) ->
     return out + up * lora.scaling
 
 
-def _feed_forward(params: Params, x: Float[Array, "... T W"]) -> Float[Array, "... T W"]:
+def _feed_forward(params: Params, x: Float[Array, "... T W"], whole: bool) -> Float[Array, "... T W"]:
     """GELU-gated feed-forward. Its adapters are added unscaled, as in OpenPI."""
 
     def dot(x: Array, name: str, index: int | None = None) -> Array:
@@ -411,6 +413,9 @@ def _feed_forward(params: Params, x: Float[Array, "... T W"]) -> Float[Array, ".
         out = by_sample(x @ weight(name))
         return out + (x @ weight(f"{name}_lora_a")) @ weight(f"{name}_lora_b") if f"{name}_lora_a" in params else out
 
+    weights = [w.astype(x.dtype) for w in params["gating_einsum"]]
+    if whole and "gating_einsum_lora_a" not in params and gated.fits(x, *weights):
+        return dot(gated.product(x, *weights), "linear")
     gate = kept(dot(x, "gating_einsum", 0), "gate")
     up = kept(dot(x, "gating_einsum", 1), "up")
-    return dot(jax.nn.gelu(gate, approximate=True) * up, "linear")
+    return dot(gated.activated(gate, up), "linear")

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from pirl.models.gated import IN_ONE
 from pirl.training.memory import leaf_bytes, shard_bytes
 from pirl.training.sharding import fsdp_spec
 
@@ -170,11 +171,12 @@ class _Walk:
             return operands[: len(outvars)]
         if name in ("scan", "while", "cond"):
             return self._nested(equation, operands, wanted)
-        program = None if name in _OPAQUE else _called(equation)
+        in_one = equation.params.get("name") in IN_ONE
+        program = None if name in _OPAQUE or in_one else _called(equation)
         if program is not None:
             found = iter(self._run(program, operands[len(operands) - len(program.invars) :], wanted))
             return [next(found) if flag else _Value(aval=var.aval) for var, flag in zip(outvars, wanted, strict=True)]
-        if name in _STORED or name.startswith("reduce_"):
+        if name in _STORED or in_one or name.startswith("reduce_"):
             self.time += 1
             for operand in operands:
                 self._read(operand, stored=not (name in _READS_FUSED or name.startswith("reduce_")))

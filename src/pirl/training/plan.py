@@ -19,6 +19,7 @@ and evaluation need less than a step does, and are not counted.
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 from pirl.agents.config import ACRLPDConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError
-from pirl.models import attention
+from pirl.models import attention, gated
 from pirl.models.config import Attention, Pi0Config, Remat
 from pirl.models.freeze import split, trainable_mask
 from pirl.models.params import count, flatten
@@ -162,10 +163,12 @@ def with_choices(config: RLTrainConfig) -> RLTrainConfig:
         return config
     fused = attention.kernel(model, model.vlm.head_dim) is not None
     said = [f"model.attention auto: {'cudnn' if fused else 'plain'}"] if model.attention == "auto" else []
+    if said and gated.possible(model):
+        said[0] += ", and a kernel for gated products"
     if model.remat == "auto":
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
         # The limit is XLA's share of the device already. Only the attention that will be used needs to be planned for.
-        known = replace(config, model=replace(model, attention="xla" if fused else "plain"))
+        known = replace(config, model=replace(model, attention="cudnn" if fused else "plain"))
         chosen = choose_remat(
             known, device_gb=limit / GIB if limit else None, devices=jax.device_count(), usable_fraction=0.95
         )
@@ -213,7 +216,8 @@ def _check(setup: _Setup) -> None:
 def _plan(setup: _Setup, usable: int) -> Plan:
     config, model, fsdp = setup.config, setup.model, setup.fsdp
     essence = _essence(config)
-    traced = _trace(essence)
+    whole = gated.possible(model) and setup.devices == 1
+    traced = _trace(essence, whole)
     shapes = param_shapes(model)
     trainable = split(shapes, trainable_mask(shapes, model, config.freeze_rule))[0]
     state = {part.name: part.per_device for part in breakdown(traced.state, fsdp=fsdp).parts}
@@ -224,7 +228,7 @@ def _plan(setup: _Setup, usable: int) -> Plan:
         state[copy] -= sum(shard_bytes(leaf, fsdp=fsdp) for leaf in frozen)
     batch = sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(traced.batch)) / PROBE
     gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(trainable))
-    at_once = _loads(essence, fsdp)
+    at_once = _loads(essence, fsdp, whole)
     in_parts = tuple(load.plus(Load(gradients)) for load in at_once)
     share = config.batch_size // setup.devices
     room = usable - sum(state.values())
@@ -268,7 +272,7 @@ def _essence(config: RLTrainConfig) -> RLTrainConfig:
 
 
 @lru_cache(maxsize=32)
-def _trace(config: RLTrainConfig) -> _Trace:
+def _trace(config: RLTrainConfig, whole: bool) -> _Trace:
     from pirl.training.build import build_agent  # brings datasets and environments along, which a plan does not need
 
     model = config.model
@@ -279,7 +283,8 @@ def _trace(config: RLTrainConfig) -> _Trace:
 
     def traced(how: Attention) -> Any:
         agent = build_agent(replace(config, model=replace(model, attention=how)))
-        return jax.make_jaxpr(agent.update)(state, batch, key)
+        with gated.standing_in() if whole and how != "plain" else nullcontext():
+            return jax.make_jaxpr(agent.update)(state, batch, key)
 
     programs: list[tuple[Any, frozenset[int]]] = []
     if model.attention in ("plain", "auto"):
@@ -292,8 +297,8 @@ def _trace(config: RLTrainConfig) -> _Trace:
 
 
 @lru_cache(maxsize=64)
-def _loads(config: RLTrainConfig, fsdp: int) -> tuple[Load, ...]:
-    programs = _trace(config).programs
+def _loads(config: RLTrainConfig, fsdp: int, whole: bool) -> tuple[Load, ...]:
+    programs = _trace(config, whole).programs
     return largest(load for p, tokens in programs for load in traced_loads(p, fsdp=fsdp, fused_tokens=tokens))
 
 
