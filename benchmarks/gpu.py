@@ -250,13 +250,13 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
         # Weights as they are served: cast and cut once, not in each call.
         policy, data = Pi0(config), data["observations"]
         half = jax.jit(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.init(jax.random.key(0))))
-        serve = jax.jit(lambda: policy.for_inference(half()))
+        serve = jax.jit(policy.for_inference)  # not in one program with what is random: that takes long to compile
         weights = jax.eval_shape(half)
         return Job(
-            given=(serve.lower(), make_batch.lower()),
-            placed=lambda weights, data: (weights, data["observations"]),
+            given=(half.lower(), make_batch.lower()),
+            placed=lambda weights, data: (serve(weights), data["observations"]),
             program=jax.jit(sampler(config, row), compiler_options=compiler.for_acting() or None).lower(
-                jax.eval_shape(serve), data, key
+                jax.eval_shape(serve, weights), data, key
             ),
             step=None,
             flop=count_flops(sampler(counted, row), weights, data, key),

@@ -17,7 +17,7 @@ from pirl.agents.config import ACRLPDConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict
 from pirl.errors import ConfigError
-from pirl.models import attention
+from pirl.models import attention, gated
 from pirl.models.config import PRESETS, Pi0Config
 from pirl.recipes import aloha, droid, get_config, libero
 from pirl.training.build import build_agent
@@ -49,6 +49,7 @@ BC: dict[str, Any] = {"model": {"horizon": 50, "remat": "full", "attention": "pl
 @pytest.mark.parametrize("row", MEASURED, ids=[row["name"] for row in MEASURED])
 def test_the_plan_agrees_with_peaks_measured_on_a_gpu(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "cuda_capability", lambda: attention.HOPPER)
+    monkeypatch.setattr(gated, "_compiles", lambda: True)
     found = plan(changed(row["recipe"], **row["change"]), device_gb=139)
     assert found.peak / GIB == pytest.approx(row["gib"], rel=0.1)
 
@@ -214,6 +215,7 @@ class _Device:
 def remat_on(gib: float | None, remat: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What becomes of a setting where training begins, at batch 32."""
     monkeypatch.setattr(jax, "local_devices", lambda: [_Device(gib)])
+    monkeypatch.setattr(gated, "_compiles", lambda: True)
     attention = {"attention": "auto"} if remat == "auto" else {}
     config = changed("bc_aloha_fold", batch_size=32, model=BC["model"] | {"remat": remat} | attention)
     model = with_choices(config).model

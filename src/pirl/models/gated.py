@@ -8,10 +8,11 @@ Each block of the GPU takes one tile of the result after the other. Two of its w
 each, of both products; the third fetches what they multiply next.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -53,7 +54,21 @@ def possible(config: Pi0Config) -> bool:
     """Are such kernels to be used here? On one device: the compiler cannot divide them among several."""
     wanted = config.attention in ("auto", "cudnn") and config.dtype == "bfloat16"
     here = wanted and attention.cuda_capability() == attention.HOPPER and jax.device_count() == 1
-    return here or _planned.get()
+    return _planned.get() or (here and _compiles())
+
+
+@cache
+def _compiles() -> bool:
+    """Kernels are compiled by other means than the rest of a program, and no run should fail for want of those."""
+    inner = AHEAD * INNER
+    shapes = ((ROWS, inner), (inner, COLUMNS), (inner, COLUMNS))
+    try:
+        jax.jit(in_tiles).lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        warnings.warn(f"gated products go without their kernel, which does not compile here ({said})", stacklevel=2)
+        return False
+    return True
 
 
 def fits(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> bool:
