@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pirl.errors import ConfigError
-from pirl.models import attention, flow, gemma
+from pirl.models import attention, flow, gated, gemma
 from pirl.models.config import Pi0Config
 from pirl.models.observation import Observation
 from pirl.models.params import flatten
@@ -172,6 +172,7 @@ def test_there_is_no_gpu_here() -> None:
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(attention, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(gated, "_compiles", lambda: False)
     monkeypatch.setattr(inside, "check_cudnn_version", lambda: 91300)
     monkeypatch.setattr(inside, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(inside, "is_cuda_compute_capability_equal", lambda capability: False)
