@@ -13,6 +13,8 @@ from pirl.models import attention, flow, gated
 from pirl.models.config import Pi0Config
 from pirl.models.params import flatten
 from pirl.models.pi0 import Pi0
+from pirl.training.activations import PROBE, step_loads
+from pirl.training.flops import count_flops
 from small_pi0 import CONFIGS, HALF, observation, points, weights
 
 ROWS, INNER, COLUMNS = 2 * gated.ROWS, gated.AHEAD * gated.INNER, 2 * gated.COLUMNS
@@ -182,8 +184,6 @@ def test_what_a_backward_pass_reads_is_kept_under_its_names() -> None:
 
 
 def test_a_plan_sees_one_array_of_it() -> None:
-    from pirl.training.activations import PROBE, step_loads
-
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((PROBE, 64), (64, 512), (64, 512), (512, 1))]
 
     def needed(function: Any) -> float:
@@ -192,6 +192,13 @@ def test_a_plan_sees_one_array_of_it() -> None:
     with gated.standing_in():
         assert needed(gated.product) == pytest.approx(2 * (512 + 1))
     assert needed(gated.plain) == pytest.approx(2 * 3 * 512, rel=0.01)
+
+
+def test_its_operations_are_counted() -> None:
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 3, 64), (64, 512), (64, 512))]
+    with gated.standing_in():
+        assert count_flops(gated.product, *given) == count_flops(gated.plain, *given) == 2 * 2 * 6 * 64 * 512
+        assert count_flops(gated.product, given[0], given[1]) == 2 * 2 * 6 * 64 * 256
 
 
 def test_standing_in_ends() -> None:

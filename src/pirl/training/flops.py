@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from pirl.config import RLTrainConfig
 from pirl.models.config import Pi0Config
+from pirl.models.gated import IN_ONE
 
 
 def update_flops(config: RLTrainConfig, state: Any, batch: Any) -> int:
@@ -38,7 +39,8 @@ def count_flops(function: Callable[..., Any], *args: Any) -> int:
     """Operations of the program that jax traces for these arguments (arrays, or ShapeDtypeStructs), 2 per product.
 
     Of the branches of a `cond` the dearest counts. A `while` whose length the data decide counts once; loops of a
-    fixed length (`scan`, `fori_loop` between Python integers) count in full. What a foreign kernel does is not seen.
+    fixed length (`scan`, `fori_loop` between Python integers) count in full. Of kernels only that for gated products is
+    seen, not those for attention.
     """
     return flops_by_part(function, (), *args).total()
 
@@ -74,6 +76,8 @@ def _operations(equation: Any, parts: Sequence[str], part: str) -> Counter[str]:
         case "scan":
             once = _count(equation.params["jaxpr"], parts, part)
             return Counter({name: equation.params["length"] * number for name, number in once.items()})
+    if equation.params.get("name") in IN_ONE:
+        return Counter({part: 2 * _product(equation.invars[0].aval, equation.outvars[0].aval)})
     # Calls of all kinds (jit, checkpoint, custom derivatives, while) hold the programs they run among their parameters.
     inner = (value for value in equation.params.values() if isinstance(value, Jaxpr | ClosedJaxpr))
     return sum((_count(value, parts, part) for value in inner), start=Counter())
@@ -84,6 +88,11 @@ def _dot(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[axis] for axis in contracted)
+
+
+def _product(left: Any, out: Any) -> int:
+    """2 · elements of the result · the last axis of what is multiplied."""
+    return 2 * math.prod(out.shape) * left.shape[-1]
 
 
 def _convolution(equation: Any) -> int:
