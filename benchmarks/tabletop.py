@@ -13,6 +13,7 @@ the same command goes on. The table is printed, and written beside the runs as t
 import argparse
 import json
 import shlex
+import shutil
 import sys
 import zlib
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pirl.cli.app import main as pirl
-from pirl.data.config import DataConfig
-from pirl.data.create import create_source
-from pirl.data.robots import get_robot
+from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
 from pirl.recipes import get_config
 from pirl.records import Rollout
 from pirl.training import streams
@@ -65,15 +66,13 @@ class Seed:
         self.method("distill", "acrlpd_tabletop", "--agent.actor", "distill")
         self.method("online", "acrlpd_tabletop_online")
         self.method("RIPT", "ript_tabletop")
-        labels = self.demo / "shuffled.json"
-        labels.write_text(json.dumps(shuffled(self.demo / "data" / "tabletop", self.seed)))
-        told = ("--data.outcome", "sparse_success", "--data.success-file", str(labels))
-        self.method("ACRLPD_shuffled", "acrlpd_tabletop", *told)
+        told = shuffled(self.demo / "data" / "tabletop", self.seed)
+        self.method("ACRLPD_shuffled", "acrlpd_tabletop", data=told)
         with patch.object(streams, "_successes", dealt(self.seed)):
             self.method("RIPT_shuffled", "ript_tabletop")
 
-    def method(self, name: str, recipe: str, *settings: str) -> None:
-        """Train from this seed's imitation, evaluate."""
+    def method(self, name: str, recipe: str, *settings: str, data: Path | None = None) -> None:
+        """Train from this seed's imitation, evaluate; on this seed's demonstrations, or on other data."""
         runs, result = self.demo / "runs", self.demo / "evaluations" / name
         if (result / "eval.json").is_file():
             return
@@ -82,8 +81,8 @@ class Seed:
         begun, start = runs / recipe / name, max((runs / "bc_tabletop" / "imitation").glob("[0-9]*"), key=number_of)
         if not (begun / steps).is_dir():
             places = ("--data.assets-dir", self.demo / "assets", "--checkpoint.base-dir", runs, "--init-weights", start)
-            data = ("--data-path", self.demo / "data" / "tabletop")
-            words = [*data, *places, "--seed", self.seed, "--max-steps", steps, *settings]
+            given = ("--data-path", data or self.demo / "data" / "tabletop")
+            words = [*given, *places, "--seed", self.seed, "--max-steps", steps, *settings]
             goes_on = ["--resume"] if begun.is_dir() else []
             call(["train", recipe, "--exp-name", name, *map(str, words), *goes_on])
         call(["eval", str(begun / steps), "--episodes", "40" if self.quick else "400", "--out", str(result)])
@@ -97,12 +96,24 @@ class Seed:
         return f"{found['rate']:.3f} ({found['low']:.2f}–{found['high']:.2f})"
 
 
-def shuffled(dataset: Path, seed: int) -> dict[str, bool]:
-    """{episode: the outcome of another}."""
-    source = create_source(DataConfig(repo_ids=(str(dataset),), outcome="columns"), get_robot("tabletop"))
-    outcomes = [bool(source.episode(index).success) for index in range(len(source))]
-    mixed = np.random.default_rng(seed).permutation(outcomes).tolist()
-    return {str(index): outcome for index, outcome in enumerate(mixed)}
+def shuffled(dataset: Path, seed: int) -> Path:
+    """A copy in which every episode ends as another did: succeeds, fails or is cut off."""
+    copy = dataset.with_name(f"{dataset.name}_shuffled")
+    if copy.is_dir():
+        return copy
+    begun = shutil.copytree(dataset, copy.with_suffix(".begun"), dirs_exist_ok=True)
+    for file in begun.glob("data/*/*.parquet"):
+        table = pq.read_table(file)
+        episode = table["episode_index"].to_numpy()
+        last = np.flatnonzero(np.append(episode[1:] != episode[:-1], True))
+        mixed = np.random.default_rng(seed).permutation(last)
+        for name in (NEXT_REWARD, NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED):
+            values = table[name].to_numpy().copy()
+            values[last] = values[mixed]
+            field = table.schema.field(name)
+            table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+        pq.write_table(table, file)
+    return begun.rename(copy)
 
 
 def dealt(seed: int) -> object:

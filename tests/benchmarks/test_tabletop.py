@@ -1,13 +1,19 @@
 """The README's table: commands that pirl takes, every row filled, nothing done twice, controls that know nothing."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pirl.cli import demo
+from pirl.cli.app import main
+from pirl.data.config import DataConfig
+from pirl.data.create import create_source
+from pirl.data.robots import get_robot
 from pirl.recipes import cli
 from pirl.training import streams
 
@@ -19,7 +25,6 @@ def tabletop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import tabletop
 
-    monkeypatch.setattr(tabletop, "shuffled", lambda dataset, seed: {})
     return tabletop
 
 
@@ -27,6 +32,7 @@ def tabletop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that were run; each leaves behind what the real one does."""
     commands: list[list[str]] = []
+    monkeypatch.setattr(tabletop, "shuffled", lambda dataset, seed: dataset.with_name("others"))
 
     def leave_result(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +68,8 @@ def test_every_row_is_filled_and_nothing_done_twice(
     seed.run()
     assert [words[0] for words in called] == ["demo", *["train", "eval"] * 5]
     assert [words[-1] == "toss" for words in called] == [False] * 9 + [True] * 2, "only one run tosses coins"
+    told = [Path(words[words.index("--data-path") + 1]).name for words in called if "--data-path" in words]
+    assert told == ["tabletop"] * 3 + ["others", "tabletop"], "only one is told how others ended"
     assert "–" not in [seed.cell(name) for name in tabletop.ROWS.values()]
     table = tabletop.markdown([seed])
     assert "| ACRLPD, `distill`, offline | 0.030 (0.00–1.00) |\n" in table
@@ -75,6 +83,29 @@ def test_what_was_begun_is_resumed(tabletop: ModuleType, called: list[list[str]]
         tabletop.Seed(tmp_path / "seed0", 0, quick=False).run()
     assert called[-1][:4] == ["train", "ript_tabletop", "--exp-name", "RIPT"]
     assert "--resume" in called[-1]
+
+
+def test_a_copy_ends_as_others_did(tabletop: ModuleType, tmp_path: Path) -> None:
+    words = ["record", "bc_tabletop", "--episodes", "40", "--repo-id", "me/demos", "--root", str(tmp_path / "data")]
+    assert main(words) == 0
+    copy = tabletop.shuffled(tmp_path / "data", 0)
+    assert copy == tabletop.shuffled(tmp_path / "data", 0)
+    assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["data", "data_shuffled"]
+    robot = get_robot("tabletop")
+    true, told = (create_source(DataConfig(repo_ids=(str(path),)), robot) for path in (tmp_path / "data", copy))
+
+    def ends(source: Any) -> list[tuple[Any, ...]]:
+        episodes = [source.episode(index) for index in range(len(source))]
+        return [(e.success, bool(e.terminated[-1]), bool(e.truncated[-1]), float(e.rewards[-1])) for e in episodes]
+
+    assert Counter(ends(true)) == Counter(ends(told))
+    assert len(set(ends(true))) > 1
+    assert sum(a != b for a, b in zip(ends(true), ends(told), strict=True)) > 5
+    for index in range(len(true)):
+        one, other = true.episode(index), told.episode(index)
+        np.testing.assert_array_equal(one.actions, other.actions)
+        assert not one.rewards[:-1].any()
+        assert not other.rewards[:-1].any()
 
 
 def test_a_coin_falls_the_same_for_the_same_group_and_knows_nothing(tabletop: ModuleType) -> None:

@@ -34,7 +34,6 @@ SNAKE = 8
 """Neighbouring tiles are computed at about the same time, in stripes of so many: they read the same again."""
 ROOT_TWO_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
 
-
 _planned: ContextVar[bool] = ContextVar("planned", default=False)
 
 
@@ -123,7 +122,7 @@ def in_tiles(x: Float[Array, "T W"], *weights: Float[Array, "W _"], interpret: A
 
     gpu: Any = mosaic_gpu
     rows, inner, columns = *x.shape, _columns(weights)
-    blocks = getattr(jax.local_devices()[0], "core_count", WORKERS)
+    blocks = getattr(jax.local_devices()[0], "core_count", 2)  # a CPU has none
     part = ROWS // WORKERS
 
     def swizzled(width: int) -> tuple[Any, ...]:
