@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pirl.errors import PirlWarning
 from pirl.models import attention, flow, gated
 from pirl.models.config import Pi0Config
 from pirl.models.params import flatten
@@ -109,7 +110,7 @@ def test_where_it_does_not_compile_it_is_not_used(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     gated._compiles.cache_clear()
     found: list[bool] = []
-    with pytest.warns(UserWarning, match="gated products go without their kernel, which does not compile here"):
+    with pytest.warns(PirlWarning, match="gated products go without their kernel, which does not compile here"):
         jax.jit(lambda: found.append(gated.possible(HALF)))()
     assert found == [False]
     assert not gated.possible(HALF), "and says so once"

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pirl.errors import PirlWarning
 from pirl.models import attention
 from pirl.models.config import Pi0Config
 from pirl.models.remat import kept
@@ -65,7 +66,8 @@ def _compiles() -> bool:
         jax.jit(in_tiles).lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        warnings.warn(f"gated products go without their kernel, which does not compile here ({said})", stacklevel=2)
+        message = f"gated products go without their kernel, which does not compile here ({said})"
+        warnings.warn(message, PirlWarning, stacklevel=2)
         return False
     return True
 
