@@ -251,6 +251,18 @@ def test_where_attention_is_chosen_later_the_larger_is_planned() -> None:
     assert either == max(fused, plain)
 
 
+def test_a_kernel_that_one_device_has_is_planned_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"attention": "cudnn", "remat": "names"}
+    config = changed("acrlpd_aloha_fold", batch_size=256, freeze="vlm_frozen", model=model)
+    found = {}
+    for possible in (False, True):
+        monkeypatch.setattr(gated, "possible", lambda model, possible=possible: possible)
+        found[possible] = [plan(config, device_gb=139, devices=devices).parts["activations"] for devices in (1, 8)]
+    (without, of_eight), (with_it, the_same) = found[False], found[True]
+    assert with_it < 0.8 * without
+    assert the_same == of_eight
+
+
 def test_what_cannot_be_planned_is_refused() -> None:
     config = small("bc_aloha_fold", batch_size=24, mesh={"fsdp": 3})
     with pytest.raises(ConfigError, match="fsdp is 3 and there are 8 devices"):
