@@ -192,6 +192,8 @@ def test_a_plan_sees_one_array_of_it() -> None:
 
     with gated.standing_in():
         assert needed(gated.product) == pytest.approx(2 * (512 + 1))
+        read_from_memory = needed(lambda x, *weights: gated.product(x + 1, *weights))
+        assert read_from_memory == pytest.approx(2 * (512 + 64))
     assert needed(gated.plain) == pytest.approx(2 * 3 * 512, rel=0.01)
 
 
