@@ -10,26 +10,12 @@ import pytest
 import naive_pi0
 from pirl.errors import ConfigError
 from pirl.models import flow
-from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config, SigLIPConfig, get_preset
+from pirl.models.config import LoRAConfig, Pi0Config, get_preset
 from pirl.models.observation import Observation, cut_prompt, drop_absent_cameras
 from pirl.models.params import flatten, nest
-from pirl.models.pi0 import Pi0, declare
+from pirl.models.pi0 import Pi0
+from small_pi0 import BATCH, EXPERT, LORA, NUM, SMALL, VLM, weights
 
-VLM = GemmaConfig(width=24, depth=2, mlp_dim=32, num_heads=4, num_kv_heads=2, head_dim=8)
-EXPERT = GemmaConfig(width=16, depth=2, mlp_dim=20, num_heads=4, num_kv_heads=2, head_dim=8)
-LORA = LoRAConfig(rank=3, alpha=7.0)
-SMALL = Pi0Config(
-    vlm=VLM,
-    expert=EXPERT,
-    vision=SigLIPConfig(width=12, depth=2, mlp_dim=20, num_heads=2, patch_size=8),
-    image_size=16,
-    vocab_size=40,
-    action_dim=5,
-    horizon=3,
-    max_token_len=6,
-    dtype="float32",
-    remat="none",
-)
 CONFIGS = {
     "pi0": SMALL,
     "pi05": replace(SMALL, pi05=True),
@@ -39,14 +25,6 @@ CONFIGS = {
         expert=replace(EXPERT, attn_lora=LoRAConfig(rank=2, alpha=3.0), ffn_lora=LORA),
     ),
 }
-BATCH, NUM = 3, 4
-
-
-def random_params(config: Pi0Config):
-    """Not the initialisation, whose zeros (SigLIP's head, adaptive gates, norm scales) would hide mistakes."""
-    rng = np.random.default_rng(0)
-    leaves = {p: jnp.asarray(rng.normal(0, 0.25, leaf.shape), jnp.float32) for p, leaf in declare(config).items()}
-    return nest(leaves)
 
 
 def random_observation(config: Pi0Config) -> Observation:
@@ -68,7 +46,7 @@ def random_observation(config: Pi0Config) -> Observation:
 def small(request: pytest.FixtureRequest):
     """(policy, params, observation, x_t, t, context, v) of one small model."""
     config = CONFIGS[request.param]
-    policy, params, observation = Pi0(config), random_params(config), random_observation(config)
+    policy, params, observation = Pi0(config), weights(config), random_observation(config)
     rng = np.random.default_rng(2)
     x_t = jnp.asarray(rng.normal(size=(BATCH, NUM, config.horizon, config.action_dim)), jnp.float32)
     t = jnp.asarray(rng.uniform(size=(BATCH, NUM)), jnp.float32)
@@ -145,7 +123,7 @@ def test_features_are_the_chosen_layer(small):
 
 def test_rematerialisation_changes_no_gradient():
     config = CONFIGS["pi05"]
-    params, obs = random_params(config), random_observation(config)
+    params, obs = weights(config), random_observation(config)
     actions = jnp.asarray(np.random.default_rng(3).normal(size=(BATCH, config.horizon, config.action_dim)), jnp.float32)
     draws = flow.draw(jax.random.key(0), jax.random.key(1), actions, 2)
 
@@ -201,8 +179,8 @@ def test_a_fresh_pi0_does_not_see():
 
 
 def test_configuration_mistakes_are_named():
-    with pytest.raises(ConfigError, match="depth is 2, the expert's is 3"):
-        replace(SMALL, expert=replace(EXPERT, depth=3))
+    with pytest.raises(ConfigError, match="depth is 3, the expert's is 2"):
+        replace(SMALL, expert=replace(EXPERT, depth=2))
     with pytest.raises(ConfigError, match="cannot share 3"):
         replace(SMALL, vlm=replace(VLM, num_kv_heads=3), expert=replace(EXPERT, num_kv_heads=3))
     with pytest.raises(ConfigError, match="feature_layer 9"):
@@ -230,7 +208,7 @@ def test_derived_values_follow_overrides():
 def test_frozen_layers_are_taken_one_by_one(remat) -> None:
     """Weights that are stored as they are multiplied are read where they lie; others are cast first. Same bits."""
     config = replace(SMALL, dtype="bfloat16", remat=remat)
-    flat = flatten(random_params(config))
+    flat = flatten(weights(config))
     blocks = {p: x.astype(jnp.bfloat16) for p, x in flat.items() if p.startswith("PaliGemma/llm/layers/")}
     frozen = nest(flat | blocks)
     trained = nest(flat | {p: x.astype(jnp.float32) for p, x in blocks.items()})

@@ -13,7 +13,7 @@ import pytest
 from pirl.agents.bc import BC
 from pirl.agents.config import BCConfig
 from pirl.agents.learner import Learner
-from pirl.models.config import GemmaConfig, Pi0Config, SigLIPConfig
+from pirl.models.config import GemmaConfig
 from pirl.models.pi0 import Pi0
 from pirl.recipes import get_config
 from pirl.training import metrics
@@ -21,6 +21,7 @@ from pirl.training.build import build_agent
 from pirl.training.flops import count_flops, update_flops
 from pirl.training.loop import train
 from pirl.training.metrics import Timers
+from small_pi0 import EXPERT, SMALL, VLM
 from small_runs import small_run
 
 X, W = jax.ShapeDtypeStruct((5, 7), jnp.float32), jax.ShapeDtypeStruct((7, 7), jnp.float32)
@@ -113,20 +114,6 @@ def test_convolutions_by_hand(stride: int, padding: str, dilation: int, groups: 
     assert count_flops(gradient, x, kernel) == 3 * forward
 
 
-VLM = GemmaConfig(width=24, depth=2, mlp_dim=32, num_heads=4, num_kv_heads=2, head_dim=8)
-EXPERT = GemmaConfig(width=16, depth=2, mlp_dim=20, num_heads=4, num_kv_heads=2, head_dim=8)
-SMALL = Pi0Config(
-    vlm=VLM,
-    expert=EXPERT,
-    vision=SigLIPConfig(width=12, depth=3, mlp_dim=20, num_heads=2, patch_size=8),
-    image_size=16,
-    vocab_size=40,
-    action_dim=5,
-    horizon=3,
-    max_token_len=6,
-    dtype="float32",
-    remat="none",
-)
 BATCH = 2
 
 

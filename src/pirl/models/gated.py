@@ -117,6 +117,31 @@ def _columns(weights: tuple[Array, ...]) -> int:
     return weights[0].shape[1] // (2 if len(weights) == 1 else 1)
 
 
+def _swizzled(gpu: Any, width: int) -> tuple[Any, ...]:
+    """How so many bfloat16 lie side by side in shared memory, so that no two threads use the same bank."""
+    size = gpu.find_swizzle(width * 16)
+    return gpu.TilingTransform((8, size // 2)), gpu.SwizzleTransform(size)
+
+
+def _pipeline(gpu: Any, inner: int, step: Any, around: Any) -> Any:
+    """Of rows of x and columns of both weights: `step` for each part that has been fetched, `around` all steps."""
+
+    def fetched(shape: tuple[int, int], at: Any) -> Any:
+        return gpu.BlockSpec(shape, at, transforms=_swizzled(gpu, INNER), memory_space=gpu.SMEM)
+
+    weight = fetched((INNER, COLUMNS), lambda k: (k, 0))
+    return gpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(inner // INNER,),
+        memory_registers=40,
+        in_specs=[fetched((ROWS, INNER), lambda k: (0, k)), weight, weight],
+        wg_axis="worker",
+        num_compute_wgs=WORKERS,
+        max_concurrent_steps=AHEAD,
+        compute_context=around,
+    )
+
+
 def in_tiles(x: Float[Array, "T W"], *weights: Float[Array, "W _"], interpret: Any = None) -> Float[Array, "T O"]:
     """The kernel. `interpret` runs it on a CPU."""
     import jax.experimental.pallas as pl
@@ -127,36 +152,15 @@ def in_tiles(x: Float[Array, "T W"], *weights: Float[Array, "W _"], interpret: A
     blocks = getattr(jax.local_devices()[0], "core_count", 2)  # a CPU has none
     part = ROWS // WORKERS
 
-    def swizzled(width: int) -> tuple[Any, ...]:
-        """How so many bfloat16 lie side by side in shared memory, so that no two threads use the same bank."""
-        size = gpu.find_swizzle(width * 16)
-        return gpu.TilingTransform((8, size // 2)), gpu.SwizzleTransform(size)
-
-    def pipeline(step: Any, around: Any) -> Any:
-        def fetched(shape: tuple[int, int], at: Any) -> Any:
-            return gpu.BlockSpec(shape, at, transforms=swizzled(INNER), memory_space=gpu.SMEM)
-
-        weight = fetched((INNER, COLUMNS), lambda k: (k, 0))
-        return gpu.emit_pipeline_warp_specialized(
-            step,
-            grid=(inner // INNER,),
-            memory_registers=40,
-            in_specs=[fetched((ROWS, INNER), lambda k: (0, k)), weight, weight],
-            wg_axis="worker",
-            num_compute_wgs=WORKERS,
-            max_concurrent_steps=AHEAD,
-            compute_context=around,
-        )
-
     def kernel(x: Any, *refs: Any) -> None:
         gate, up, out = refs[0], refs[-2], refs[-1]
         shift = columns if len(weights) == 1 else 0
-        nothing = pipeline(lambda *_: None, lambda *_: None)
+        nothing = _pipeline(gpu, inner, lambda *_: None, lambda *_: None)
 
         @partial(
             pl.run_scoped,
             room=nothing.get_allocations(x, gate, up),
-            leaving=gpu.SMEM((WORKERS, 2, part, STORED), jnp.bfloat16, transforms=swizzled(STORED)),
+            leaving=gpu.SMEM((WORKERS, 2, part, STORED), jnp.bfloat16, transforms=_swizzled(gpu, STORED)),
             collective_axes="worker",
         )
         def _(room: Any, leaving: Any) -> None:
@@ -193,7 +197,8 @@ def in_tiles(x: Float[Array, "T W"], *weights: Float[Array, "W _"], interpret: A
                         gpu.copy_smem_to_gmem(place, out.at[here, there].at[own].at[:, these])
 
                 shifted = pl.ds(shift + j * COLUMNS, COLUMNS)
-                pipeline(multiplied, tile)(x.at[here, :], gate.at[:, there], up.at[:, shifted], allocations=room)
+                whole = _pipeline(gpu, inner, multiplied, tile)
+                whole(x.at[here, :], gate.at[:, there], up.at[:, shifted], allocations=room)
 
             gpu.nd_loop((rows // ROWS * (columns // COLUMNS),), collective_axes="block")(computed)
 
