@@ -51,7 +51,7 @@ from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes, sta
 from pirl.training.step import Step
 
 GIB = 2**30
-LONGEST = 10.0
+LONGEST = 30.0
 """Seconds after which a row is repeated no more, once it has three repeats."""
 
 
