@@ -35,19 +35,20 @@ from pirl.agents.agent import Agent
 from pirl.agents.bc import BC
 from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.agents.learner import Learner
+from pirl.agents.optim import make_optimizer, make_schedule
 from pirl.agents.ript import RIPT
-from pirl.models import attention, flow, pi0
+from pirl.kernels import attention
+from pirl.models import flow, pi0
 from pirl.models.config import Attention, FreezeRule, Pi0Config, Remat, get_preset
 from pirl.models.critic import make_critic
 from pirl.models.critic_config import CriticConfig
 from pirl.models.freeze import trainable_mask
 from pirl.models.observation import Observation
 from pirl.models.pi0 import Pi0
+from pirl.parallel.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
+from pirl.planning.flops import count_flops
 from pirl.training import compiler
 from pirl.training.config import AdamW, ConstantSchedule, CosineSchedule
-from pirl.training.flops import count_flops
-from pirl.training.optim import make_optimizer, make_schedule
-from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
 from pirl.training.step import Step
 
 GIB = 2**30

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pirl.models import attention, flow
+from pirl.kernels import attention
+from pirl.models import flow
 from pirl.models.config import Attention, Pi0Config, Remat, get_preset
 from pirl.models.observation import Observation
 from pirl.models.params import flatten, nest

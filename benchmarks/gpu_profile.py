@@ -27,8 +27,8 @@ from jax.profiler import ProfileData
 
 from pirl.models.config import get_preset
 from pirl.models.pi0 import Pi0
+from pirl.planning.flops import flops_by_part, part_of
 from pirl.training import compiler
-from pirl.training.flops import flops_by_part, part_of
 
 PARTS = ("pictures", "siglip", "vlm", "expert", "candidates", "critic", "optimizer")
 STEPS = 3

@@ -33,8 +33,8 @@ import jax
 from jax.experimental import topologies
 
 from pirl.models.config import get_preset
+from pirl.parallel.sharding import data_sharding, make_mesh, replicated, sharded_shapes
 from pirl.training import compiler
-from pirl.training.sharding import data_sharding, make_mesh, replicated, sharded_shapes
 from pirl.training.step import Step
 
 H200 = """

@@ -5,7 +5,7 @@
     PYTHONPATH=src python benchmarks/plan.py --traffic awr --size small --fsdp 4
     PYTHONPATH=src python benchmarks/plan.py --formula                      what the formula says of full-size π₀
 
-Nothing is run and no weights are made. The table is `pirl.training.plan`. Traffic is read off the program that XLA
+Nothing is run and no weights are made. The table is `pirl.planning.plan`. Traffic is read off the program that XLA
 makes of the real training step for 8 simulated devices, right after it has divided it among them: from there on it is
 the same for every backend. CPUs then turn bfloat16 into float32, and have no reduce-scatter; GPUs make one of an
 all-reduce of which each device keeps its own part, and so does this count.
@@ -35,17 +35,17 @@ import jax
 import jax.numpy as jnp
 
 from pirl.agents.config import ACRLPDConfig, RIPTConfig
+from pirl.build import build_agent
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict
 from pirl.models.config import PRESETS, GemmaConfig, Pi0Config, Remat, SigLIPConfig
 from pirl.models.freeze import trainable_mask
 from pirl.models.params import flatten
 from pirl.models.pi0 import param_shapes
+from pirl.parallel.sharding import data_sharding, make_mesh, sharded_shapes
+from pirl.planning.memory import GIB, leaf_bytes, shard_bytes
+from pirl.planning.plan import batch_shapes, plan
 from pirl.recipes import get_config
-from pirl.training.build import build_agent
-from pirl.training.memory import GIB, leaf_bytes, shard_bytes
-from pirl.training.plan import batch_shapes, plan
-from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes
 from pirl.training.step import Step
 
 DEVICES = 8

@@ -17,13 +17,13 @@ import numpy as np
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.config import ACRLPDConfig
 from pirl.agents.learner import Learner
+from pirl.agents.optim import make_optimizer, make_schedule
 from pirl.models.config import DType, MLPFlowConfig
 from pirl.models.critic import make_critic
 from pirl.models.critic_config import CriticConfig
 from pirl.models.mlp import MLPFlow
+from pirl.planning.flops import count_flops
 from pirl.training.config import AdamW, ConstantSchedule
-from pirl.training.flops import count_flops
-from pirl.training.optim import make_optimizer, make_schedule
 
 STATE, ACTION, HORIZON, WIDTH = 37, 5, 5, 512
 """OGBench's cube-double: what the state, an action and a chunk are made of."""

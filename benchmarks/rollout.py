@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from pirl.build import build_agent
 from pirl.data.create import create_transform
 from pirl.data.normalize import NormStats
 from pirl.envs.config import TabletopConfig
@@ -24,7 +25,7 @@ from pirl.rollout.collect import CollectStats, collect, numbered
 from pirl.rollout.contexts import random_contexts
 from pirl.rollout.pool import EnvInfo, EnvPool, LocalPool
 from pirl.rollout.workers import ProcessPool
-from pirl.training.build import build_agent, build_chunk_policy
+from pirl.training.build import build_chunk_policy
 
 SIZES = (1, 16, 64, 256)
 

@@ -52,7 +52,7 @@ from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.robots import Robot, generic
 from pirl.data.stats import compute_norm_stats
 from pirl.models.config import Pi0Config, get_preset
-from pirl.training.sharding import data_sharding, make_mesh, state_shardings
+from pirl.parallel.sharding import data_sharding, make_mesh, state_shardings
 from pirl.training.step import Step as TrainingStep
 
 FPS, TASK, DISCOUNT = 50, "move the red cube", 0.99

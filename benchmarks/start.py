@@ -28,6 +28,7 @@ import jax
 import stall
 
 from pirl.agents.config import ACRLPDConfig
+from pirl.checkpoints.openpi import save_openpi
 from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.data.config import DataConfig
@@ -36,7 +37,6 @@ from pirl.data.lerobot import INFO_FILE
 from pirl.data.normalize import save_norm_stats
 from pirl.data.robots import get_robot
 from pirl.data.stats import compute_norm_stats
-from pirl.export.openpi import save_openpi
 from pirl.models.config import FreezeRule, Pi0Config, get_preset
 from pirl.models.critic_config import CriticConfig
 from pirl.models.pi0 import Pi0

@@ -14,7 +14,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from pirl.export.openpi import save_openpi
+from pirl.checkpoints.openpi import save_openpi
 from pirl.models.pi0 import Pi0
 from pirl.recipes import get_config
 from pirl.training.acting import open_checkpoint

@@ -2,8 +2,9 @@
 
     python examples/03_record_dataset.py
 
-The loop is the one of a real robot: look, decide, write the frame, move. What is trained on later needs `next.success`
-(or `next.reward`); everything else is up to you. An episode appears in the dataset whole or not at all.
+The loop is the one of a real robot: look, decide, write the frame, move. Training needs `next.success` (or
+`next.reward`); `next.truncated` tells a time-out from a failure that ended the task. Everything else is up to you. An
+episode appears in the dataset whole or not at all.
 """
 
 import gymnasium
@@ -21,6 +22,7 @@ FEATURES = {
     "observation.images.front": {"dtype": "image", "shape": (32, 32, 3)},  # "video" for real cameras
     "action": {"dtype": "float32", "shape": (2,)},
     "next.success": {"dtype": "bool", "shape": (1,)},
+    "next.truncated": {"dtype": "bool", "shape": (1,)},
 }
 env, rng = gymnasium.make("Reach-v0", render_mode="rgb_array"), np.random.default_rng(0)
 
@@ -34,7 +36,7 @@ with LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", existi
             frame = {"observation.state": state, "observation.images.front": env.render(), "action": action}
             state, _, terminated, truncated, info = env.step(action)
             over = terminated or truncated
-            writer.add_frame({**frame, "next.success": info["is_success"]})
+            writer.add_frame({**frame, "next.success": info["is_success"], "next.truncated": truncated})
         if number == 13:
             writer.discard_episode()  # somebody stumbled over the cable
         else:
@@ -42,7 +44,8 @@ with LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", existi
 
 print(inspect(FOLDER), end="\n\n")
 
-# Read back as training reads it. Time ran out in the failures: they are truncated, which is not the same as terminated.
+# Read back as training reads it. Time ran out in the failures, and `next.truncated` says so: the critic bootstraps there.
+# Without that column a labelled failure ends the task, and its last actions are worth nothing (`data.failure`).
 source = create_source(DataConfig(repo_ids=(FOLDER,), outcome="columns"), my_simulator.POINT)
 for index in range(6):
     episode = source.episode(index)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pirl.agents.bc import BC
+from pirl.build import build_agent
 from pirl.models import flow
 from pirl.models.config import MLPFlowConfig
 from pirl.recipes import get_config
 from pirl.training.acting import open_checkpoint
-from pirl.training.build import build_agent
 from pirl.training.loop import train
 
 parser = argparse.ArgumentParser()

@@ -13,13 +13,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pirl.export.inspect import describe, render
-from pirl.export.openpi import save_openpi
-from pirl.export.pytorch import save_pytorch
+from pirl.checkpoints.inspect import describe, render
+from pirl.checkpoints.openpi import save_openpi
+from pirl.checkpoints.pytorch import save_pytorch
+from pirl.checkpoints.weights import load, load_openpi
 from pirl.models.config import get_preset
 from pirl.models.params import flatten
 from pirl.models.pi0 import Pi0
-from pirl.models.weights import load, load_openpi
 
 parser = argparse.ArgumentParser()
 parser.add_argument("checkpoint", nargs="?", type=Path, help="a step's folder")

@@ -10,6 +10,9 @@ import numpy as np
 
 from pirl.agents.agent import TrainState
 from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.build import build_agent
+from pirl.checkpoints.run import Checkpoints
+from pirl.checkpoints.run_metadata import run_metadata
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
 from pirl.data.config import DataConfig
@@ -18,10 +21,7 @@ from pirl.envs.config import EnvConfig, GymConfig
 from pirl.models.config import MLPFlowConfig
 from pirl.recipes import get_config
 from pirl.rollout.config import RolloutConfig
-from pirl.training.build import build_agent
-from pirl.training.checkpoint import Checkpoints
 from pirl.training.loop import served_weights
-from pirl.training.run_metadata import run_metadata
 
 STATS = {
     "state": NormStats(mean=np.zeros(2), std=np.ones(2), q01=-np.ones(2), q99=np.ones(2)),

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pirl.checkpoints.weights import load_openpi
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config, SigLIPConfig
 from pirl.models.observation import Observation
-from pirl.models.weights import load_openpi
 
 HERE = Path(__file__).parent
 GOLDEN = Path(os.environ.get("PIRL_GOLDEN", HERE / "golden" / "openpi"))

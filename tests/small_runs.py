@@ -14,12 +14,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from pirl.agents.agent import TrainState
 from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.build import build_agent
+from pirl.checkpoints.run import Checkpoints
 from pirl.config import RLTrainConfig
 from pirl.models.config import MLPFlowConfig
+from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.recipes import get_config
-from pirl.training.build import build_agent
-from pirl.training.checkpoint import Checkpoints
-from pirl.training.sharding import make_mesh, sharded_shapes
 
 _CACHE = {
     "jax_compilation_cache_dir": None,

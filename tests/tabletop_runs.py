@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from pirl.agents.agent import TrainState
+from pirl.build import build_agent
 from pirl.config import RLTrainConfig
 from pirl.data.create import create_transform
 from pirl.data.loader import ACRLPDDataLoader
@@ -16,13 +17,13 @@ from pirl.data.replay import MemorySource
 from pirl.data.stats import compute_norm_stats
 from pirl.data.transforms import Transform
 from pirl.envs.tabletop_expert import demonstrate
+from pirl.parallel.sharding import make_mesh
 from pirl.records import Rollout
 from pirl.rollout.contexts import fixed_contexts, random_contexts
 from pirl.rollout.evaluate import Rate, evaluate
 from pirl.rollout.policy import ChunkPolicy, replay_frames
 from pirl.rollout.pool import LocalPool
-from pirl.training.build import build_agent, build_chunk_policy, build_stream
-from pirl.training.sharding import make_mesh
+from pirl.training.build import build_chunk_policy, build_stream
 
 FAST: dict[str, Any] = {"xla_backend_optimization_level": 1}
 """Here the time goes into computing, so let the compiler work a little (tests/conftest.py tells it not to)."""

@@ -268,7 +268,7 @@ def test_values_follow_from_what_is_set() -> None:
     assert (pi0.token_len, pi0.quantile_norm, pi0.discrete_state, pi0.state_dim) == (48, False, False, 32)
     pi05 = changed(pi0, model__pi05=True)
     assert (pi05.token_len, pi05.quantile_norm, pi05.discrete_state) == (200, True, True)
-    assert (pi0.horizon, pi0.critic_horizon, pi0.real_action_dim, pi0.discount) == (20, 20, 14, 0.99)
+    assert (pi0.horizon, pi0.critic_horizon, pi0.real_action_dim, pi0.discount) == (20, 20, 14, 0.999)
     assert changed(pi0, model__horizon=30).critic_horizon == 30
     assert changed(pi0, model__horizon=30, data__critic_horizon=7).critic_horizon == 7
     assert pi0.cameras == ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -288,12 +288,13 @@ def test_the_freeze_rules_are_those_of_the_models() -> None:
         assert replace(config, freeze=None).freeze_rule == freeze.default_rule(config.model)
 
 
-def test_the_box_folding_preset_has_the_values_that_were_asked_for() -> None:
+def test_the_box_folding_preset_fits_a_task_of_twenty_seconds() -> None:
     config = recipes.get_config("rl_fold_box")
     assert config is recipes.get_config("acrlpd_aloha_fold")
-    assert (config.horizon, config.real_action_dim, config.discount) == (20, 14, 0.99)
+    assert (config.horizon, config.real_action_dim, config.discount) == (20, 14, 0.999)
+    assert config.discount ** (20 * 50) > 0.3  # of a success is left at the start
     assert (config.critic.num_critics, config.critic.hidden, config.critic.dropout) == (10, (512, 512, 512), 0.1)
-    assert config.critic.loss == "huber"
+    assert config.critic.loss == "hl_gauss"
     agent = config.agent
     assert isinstance(agent, ACRLPDConfig)
     assert (agent.num_action_samples, agent.target_update_rate, agent.bc_loss_weight) == (4, 0.005, 0.05)

@@ -81,9 +81,9 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     import pirl.cli.eval
     import pirl.cli.record
     import pirl.cli.tune
+    import pirl.planning.plan
     import pirl.training.acting
     import pirl.training.loop
-    import pirl.training.plan
 
     trained: list[RLTrainConfig] = []
     checkpoint = _Found(config=recipes.get_config("acrlpd_tabletop"))
@@ -92,7 +92,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(pirl.cli.record, "_record", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.cli.tune, "_search", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.training.loop, "train", lambda config, **_: trained.append(config) or 0)
-    monkeypatch.setattr(pirl.training.plan, "plan", lambda *_, **__: SimpleNamespace(accumulate=None))
+    monkeypatch.setattr(pirl.planning.plan, "plan", lambda *_, **__: SimpleNamespace(accumulate=None))
     monkeypatch.chdir(tmp_path)
     refused = []
     for command, page in COMMANDS.items():
@@ -205,7 +205,9 @@ def test_what_is_named_exists(page: Path) -> None:
 
 def test_every_metric_is_explained() -> None:
     """What the code logs and what stands in the pages' tables of metrics is the same."""
-    sources = [path for part in ("agents", "training", "rollout") for path in (ROOT / "src/pirl" / part).glob("*.py")]
+    code = ROOT / "src/pirl"
+    sources = [path for part in ("agents", "planning", "training", "rollout") for path in (code / part).glob("*.py")]
+    sources.append(code / "build.py")
     logged = {name for path in sources for name in re.findall(rf'"({METRIC.pattern})"', path.read_text())}
     assert {name.partition("/")[0] for name in logged} == set(GROUPS.split("|"))
     cells = re.compile(rf"^\| ((?:(?:, )?`{METRIC.pattern}`)+) \|", re.MULTILINE)

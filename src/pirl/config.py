@@ -295,12 +295,18 @@ class RLTrainConfig:
             )
         agent, outcome = self.agent, self.data.outcome
         if isinstance(agent, ACRLPDConfig) and outcome in _REWARDS:
-            low, high = _REWARDS[outcome]
+            low, high = _REWARDS[outcome][0] + self.data.failure_reward, _REWARDS[outcome][1]
             if not agent.reward_low <= low <= high <= agent.reward_high:
                 yield (
-                    f"data.outcome {outcome!r} gives rewards from {low} to {high}, the agent expects them from "
+                    f"data.outcome {outcome!r} gives rewards from {low:g} to {high}, the agent expects them from "
                     f"{agent.reward_low:g} to {agent.reward_high:g}",
-                    f"they bound the values: --agent.reward-low {low} --agent.reward-high {high}",
+                    f"they bound the values: --agent.reward-low {low:g} --agent.reward-high {high}",
+                )
+            if outcome == "step_penalty" and self.data.failure == "terminal" and not self.data.failure_reward:
+                yield (
+                    "data.outcome 'step_penalty' with failures that end the task at no cost: failing early would pay",
+                    "make a failure cost more than going on, such as --data.failure-reward -100, or a time-out: "
+                    "--data.failure timeout",
                 )
             if agent.reward_once and outcome == "step_penalty":
                 yield (

@@ -15,6 +15,8 @@ import pytest
 
 from acting_runs import ENV, STATS, fresh_state, save_run, walking
 from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.build import build_agent
+from pirl.checkpoints.run import Checkpoints
 from pirl.cli import app
 from pirl.config_io import write_yaml
 from pirl.data.normalize import save_norm_stats
@@ -24,8 +26,6 @@ from pirl.rollout.contexts import fixed_contexts
 from pirl.rollout.evaluate import evaluate
 from pirl.rollout.pool import LocalPool
 from pirl.training.acting import find_checkpoint, open_checkpoint
-from pirl.training.build import build_agent
-from pirl.training.checkpoint import Checkpoints
 from small_runs import assert_same_bits, compiled_once
 
 

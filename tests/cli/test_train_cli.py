@@ -201,7 +201,7 @@ def plan_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_plan_passes_the_recipe_on(
     where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pirl.training import plan as module
+    from pirl.planning import plan as module
 
     asked: dict[str, Any] = {}
     computed = module.plan

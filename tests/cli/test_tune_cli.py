@@ -18,9 +18,9 @@ from pirl.agents.config import BCConfig
 from pirl.cli import app
 from pirl.cli.tune import _without
 from pirl.config_io import parse_yaml, write_yaml
-from pirl.recipes.space import default_space, parse_space
 from pirl.report.tuning import build_tuning_page
 from pirl.rollout.config import EvalConfig
+from pirl.tune.space import default_space, parse_space
 from small_runs import compiled_once, records, small_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from golden_data import FAMILIES, HERE, STATIC
+from pirl.checkpoints.weights import load_openpi, load_pytorch
 from pirl.cli import app, export
 from pirl.errors import PirlWarning
 from pirl.models import config
 from pirl.models.params import flatten, nest
 from pirl.models.pi0 import param_shapes
-from pirl.models.weights import load_openpi, load_pytorch
 
 LEROBOT = HERE / "golden" / "lerobot"
 LENGTHS = (37, 80, 52, 45, 63)

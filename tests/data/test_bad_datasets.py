@@ -237,7 +237,7 @@ def test_an_episode_of_one_frame_works(dataset_copy: Copy, edit_info: Callable[.
     source = read(root)
     episode = source.episode(0)
     assert len(episode) == 1
-    assert episode.truncated.tolist() == [True]
+    assert episode.terminated.tolist() == [True]  # next.success says that it failed
     assert source.frames(0)["base_0_rgb"].shape == (1, 24, 32, 3)
     if name == "v21_video":
         assert abs(float(source.frames(0)["base_0_rgb"].mean()) - 200) < 2

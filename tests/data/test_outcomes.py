@@ -1,14 +1,17 @@
-"""Rewards and ends: success ends the task, everything else only ends the recording."""
+"""Rewards and ends: success and labelled failures end the task, everything else only ends the recording."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pirl.data.chunks import chunk_outcomes, tabulate
 from pirl.data.dataset import LeRobotSource
 from pirl.data.outcomes import Outcome, OutcomeRule, derive, describe, read_success_file
 from pirl.errors import ConfigError, DataError
+from pirl.records import Episode
 
 GOLDEN = Path(__file__).parents[1] / "golden/lerobot"
 
@@ -34,7 +37,10 @@ def check(
     [
         # success decides, whatever done says
         ({"reward": [0, 0, 1], "done": [0, 0, 1], "success": [0, 0, 1]}, [0, 0, 1], [0, 0, 1], [0, 0, 0], True),
-        ({"reward": [0, 0, 0], "done": [0, 0, 1], "success": [0, 0, 0]}, [0, 0, 0], [0, 0, 0], [0, 0, 1], False),
+        ({"reward": [0, 0, 0], "done": [0, 0, 1], "success": [0, 0, 0]}, [0, 0, 0], [0, 0, 1], [0, 0, 0], False),
+        # ... unless failing would be the cheapest way to stop paying, or the recording was cut off
+        ({"reward": [-1, -1, -1], "success": [0, 0, 0]}, [-1, -1, -1], [0, 0, 0], [0, 0, 1], False),
+        ({"success": [0, 0, 0], "truncated": [0, 0, 1]}, [0, 0, 0], [0, 0, 0], [0, 0, 1], False),
         # done alone is a success if it paid, else a time-out
         ({"reward": [0, 0, 1], "done": [0, 0, 1]}, [0, 0, 1], [0, 0, 1], [0, 0, 0], True),
         ({"reward": [0, 0, 0], "done": [0, 0, 1]}, [0, 0, 0], [0, 0, 0], [0, 0, 1], False),
@@ -54,7 +60,7 @@ def check(
             False,
         ),
         ({"success": [0, 0, 1], "truncated": [0, 0, 1]}, [0, 0, 1], [0, 0, 1], [0, 0, 0], True),
-        ({"reward": [0.0], "success": [0]}, [0], [0], [1], False),
+        ({"reward": [0.0], "success": [0]}, [0], [1], [0], False),
     ],
 )
 def test_recorded_columns(
@@ -75,12 +81,57 @@ def test_declared_rules(rule: str, shift: float) -> None:
     reached, missed = [shift, shift, 1 + shift], [shift] * 3
     check(derive({}, plain, length=3), reached, [0, 0, 1], [0, 0, 0], True)
     check(derive({}, with_file, length=3, label=True), reached, [0, 0, 1], [0, 0, 0], True)
-    check(derive({}, with_file, length=3, label=False), missed, [0, 0, 0], [0, 0, 1], False)
+    lost = ([0, 0, 1], [0, 0, 0]) if rule == "sparse_success" else ([0, 0, 0], [0, 0, 1])
+    check(derive({}, with_file, length=3, label=False), missed, *lost, False)
     check(derive({}, with_file, length=3, label=None), missed, [0, 0, 0], [0, 0, 1], None)
     # A recorded success is believed; the file is believed more; a recorded reward is replaced.
     recorded = columns(success=[0, 0, 0], reward=[5, 5, 5])
-    check(derive(recorded, plain, length=3), missed, [0, 0, 0], [0, 0, 1], False)
+    check(derive(recorded, plain, length=3), missed, *lost, False)
     check(derive(recorded, with_file, length=3, label=True), reached, [0, 0, 1], [0, 0, 0], True)
+
+
+@pytest.mark.parametrize("rule", ["sparse_success", "step_penalty"])
+def test_what_a_failure_means_is_a_setting(rule: str) -> None:
+    shift = -float(rule == "step_penalty")
+
+    def ends(label: bool | None, **options: Any) -> Outcome:
+        recorded = options.pop("recorded", {})
+        return derive(recorded, OutcomeRule(rule=rule, success_file="f", **options), length=3, label=label)
+
+    check(ends(False, failure="terminal"), [shift] * 3, [0, 0, 1], [0, 0, 0], False)
+    check(ends(False, failure="timeout"), [shift] * 3, [0, 0, 0], [0, 0, 1], False)
+    check(ends(False, failure_reward=-5.0), [shift, shift, shift - 5], [0, 0, 1], [0, 0, 0], False)
+    # Neither an unlabelled episode nor one that was recorded as cut off is a lost task.
+    check(ends(None, failure="terminal", failure_reward=-5.0), [shift] * 3, [0, 0, 0], [0, 0, 1], None)
+    cut = columns(truncated=[0, 0, 1])
+    check(ends(False, failure="terminal", failure_reward=-5.0, recorded=cut), [shift] * 3, [0, 0, 0], [0, 0, 1], False)
+    check(ends(True, failure="terminal", failure_reward=-5.0), [shift, shift, shift + 1], [0, 0, 1], [0, 0, 0], True)
+
+
+def test_the_fatal_action_gets_a_target() -> None:
+    """A failure told by a file reaches the critic: its last chunk has a target of its own, and so has every return."""
+
+    def batch(failure: str) -> Any:
+        found = derive({}, OutcomeRule(rule="sparse_success", success_file="f", failure=failure), length=4, label=False)
+        episode = Episode(
+            task="",
+            state=np.zeros((4, 1)),
+            actions=np.zeros((4, 1)),
+            rewards=found.rewards,
+            terminated=found.terminated,
+            truncated=found.truncated,
+            success=found.success,
+        )
+        table = tabulate([episode], discount=0.9)
+        return chunk_outcomes(table, np.arange(4), horizon=2, critic_horizon=2, boundary="pad")
+
+    lost, cut = batch("terminal"), batch("timeout")
+    assert lost["sequence_mask"].tolist() == [1, 1, 1, 1]
+    assert lost["next_terminal"].tolist() == [0, 0, 1, 1]
+    assert lost["mc_return"].tolist() == [0, 0, 0, 0]
+    assert cut["sequence_mask"].tolist() == [1, 1, 1, 0]
+    assert cut["next_terminal"].tolist() == [0, 0, 0, 0]
+    assert np.isnan(cut["mc_return"]).all()
 
 
 @pytest.mark.parametrize("recorded", [{}, {"done": [0, 0, 1]}])
@@ -157,7 +208,7 @@ def test_golden_episodes_end_as_they_were_recorded() -> None:
     for index in range(5):
         episode = source.episode(index)
         assert episode.terminated.sum() + episode.truncated.sum() == 1
-        assert episode.terminated[-1] == episode.success
+        assert episode.terminated[-1]  # neither was cut off: next.success labels all of them
         assert episode.rewards.sum() == float(bool(episode.success))
 
 

@@ -14,6 +14,8 @@ from PIL import Image
 
 from pirl import recipes
 from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.build import build_agent
+from pirl.checkpoints.weights import load_openpi
 from pirl.cli import app
 from pirl.config import EarlyStop, RLTrainConfig
 from pirl.config_io import write_yaml
@@ -23,9 +25,8 @@ from pirl.data.normalize import load_norm_stats
 from pirl.data.synthetic import PICTURE
 from pirl.errors import CheckpointError, PirlError, PirlWarning
 from pirl.models.params import flatten
-from pirl.models.weights import load_openpi
 from pirl.training import loop
-from pirl.training.build import asset_id, build_agent, build_transform
+from pirl.training.build import asset_id, build_transform
 from pirl.training.config import SGD, ConstantSchedule
 from pirl.training.metrics import DivergedError
 from small_runs import assert_same_bits, compiled_once, position_of, records, restored, small_run, steps_of

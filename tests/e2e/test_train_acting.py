@@ -13,6 +13,8 @@ import pytest
 from collecting_runs import ONLINE, RIPT, make_trouble, online_run, ript_run, saving, traced_once
 from pirl.agents.agent import TrainState
 from pirl.agents.config import RIPTConfig
+from pirl.build import build_agent
+from pirl.checkpoints.weights import load
 from pirl.config import EarlyStop, RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
@@ -21,8 +23,9 @@ from pirl.data.robots import get_robot
 from pirl.envs.config import TabletopConfig
 from pirl.models.observation import Observation
 from pirl.models.params import flatten
-from pirl.models.weights import load
 from pirl.names import BASE_CAMERA
+from pirl.parallel.sharding import make_mesh
+from pirl.planning.plan import batch_shapes
 from pirl.recipes import get_config
 from pirl.recipes.debug import shrink
 from pirl.rollout.config import EvalConfig, OnlineConfig
@@ -30,11 +33,9 @@ from pirl.rollout.contexts import fixed_contexts
 from pirl.rollout.pool import LocalPool
 from pirl.rollout.record import RolloutRecorder, expert_rollouts
 from pirl.training.acting import open_checkpoint
-from pirl.training.build import build_acting, build_agent, build_transform
+from pirl.training.build import build_acting, build_transform
 from pirl.training.config import KeepBest
 from pirl.training.loop import train
-from pirl.training.plan import batch_shapes
-from pirl.training.sharding import make_mesh
 from small_runs import assert_same_bits, compiled_once, position_of, records, restored, steps_of
 
 WATCHED = EvalConfig(interval=2, episodes=4)

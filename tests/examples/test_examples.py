@@ -17,12 +17,12 @@ import optax
 import pytest
 
 from pirl.agents.agent import TrainState
+from pirl.checkpoints.weights import load_openpi
 from pirl.data.robots import get_robot
 from pirl.errors import ConfigError
 from pirl.models.params import flatten
-from pirl.models.weights import load_openpi
+from pirl.planning.flops import count_flops
 from pirl.recipes import get_config
-from pirl.training.flops import count_flops
 from pirl.training.loop import step_flops
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,11 @@ from golden_data import FAMILIES, FROM_RNG, NOISE_GRADIENTS, Family
 from pirl.agents.bc import BC
 from pirl.agents.config import BCConfig
 from pirl.agents.learner import Learner
+from pirl.agents.optim import make_optimizer, make_schedule
 from pirl.models import flow, freeze, pi0
 from pirl.models.params import flatten
 from pirl.models.pi0 import Pi0
 from pirl.training.config import AdamW, CosineSchedule
-from pirl.training.optim import make_optimizer, make_schedule
 
 # Weights after three steps, the last of a learning rate of 1e-3: an ulp of the time in a gradient that is nearly zero
 # is a share of a step to Adam. Measured: 2e-5, on pi05_asym's position embedding; everywhere else below 4e-6.

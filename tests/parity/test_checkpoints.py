@@ -12,12 +12,12 @@ import pytest
 
 from golden_data import FAMILIES as ALL
 from golden_data import GOLDEN, OUTPUT
-from pirl.export.openpi import save_openpi
-from pirl.export.pytorch import merge_lora, save_pytorch
-from pirl.models.fit import shapes_of
+from pirl.checkpoints.compare import shapes_of
+from pirl.checkpoints.openpi import save_openpi
+from pirl.checkpoints.pytorch import merge_lora, save_pytorch
+from pirl.checkpoints.weights import check_finite, find_params, load, load_openpi
 from pirl.models.params import flatten
 from pirl.models.pi0 import Pi0, param_shapes
-from pirl.models.weights import check_finite, find_params, load, load_openpi
 
 FAMILIES = sorted(name for name, family in ALL.items() if family.has("ckpt"))
 TRAINED = [name for name in FAMILIES if ALL[name].has("ckpt_after3")]

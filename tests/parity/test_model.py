@@ -17,11 +17,11 @@ from golden_data import (
     WEIGHTS_AFTER_3_STEPS,
     Family,
 )
+from pirl.agents.optim import make_optimizer, make_schedule
 from pirl.models import flow, freeze, pi0
 from pirl.models.params import flatten, nest
 from pirl.models.pi0 import Context, Pi0
 from pirl.training.config import AdamW, CosineSchedule
-from pirl.training.optim import make_optimizer, make_schedule
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from golden_data import STATIC
 from pirl.models import freeze, pi0
 from pirl.models.config import GEMMA_VARIANTS, PRESETS, Pi0Config
 from pirl.models.params import count, flatten
-from pirl.training.sharding import fsdp_spec
+from pirl.parallel.sharding import fsdp_spec
 
 LORA_VLM, LORA_EXPERT = GEMMA_VARIANTS["gemma_2b_lora"], GEMMA_VARIANTS["gemma_300m_lora"]
 DUMMY = GEMMA_VARIANTS["dummy"]

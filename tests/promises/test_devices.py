@@ -28,7 +28,8 @@ from pathlib import Path
 from pirl import recipes
 from pirl.data import loader
 from pirl.errors import ConfigError
-from pirl.training import loop, sharding
+from pirl.training import loop
+from pirl.parallel import sharding
 
 folder = Path(sys.argv[1])
 rows, kill = [], []

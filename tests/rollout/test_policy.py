@@ -12,6 +12,7 @@ import pytest
 from pirl.agents.bc import BC
 from pirl.agents.config import BCConfig
 from pirl.agents.learner import Learner
+from pirl.agents.optim import make_optimizer, make_schedule
 from pirl.data.config import DataConfig
 from pirl.data.create import create_acrlpd_data_loader, create_transform
 from pirl.data.normalize import NormStats
@@ -28,7 +29,6 @@ from pirl.rollout.policy import ChunkPolicy, model_inputs, replay_frames
 from pirl.rollout.pool import EnvInfo
 from pirl.rollout.record import RolloutRecorder
 from pirl.training.config import AdamW, ConstantSchedule
-from pirl.training.optim import make_optimizer, make_schedule
 
 STEPS = 7
 

@@ -4,10 +4,11 @@ import io
 import json
 import logging
 import math
+import re
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from pirl.errors import ConfigError, PirlWarning
 from pirl.training import metrics
 from pirl.training.metrics import DivergedError, MetricLog, Timers, check_finite, peak_flops
 from pirl.training.progress import Progress, track
-from pirl.training.sinks import ConsoleSink, Record, RunInfo, fold, format_line
+from pirl.training.sinks import ConsoleSink, Record, RunInfo, fold, format_line, wandb_id
 
 
 class Clock:
@@ -177,18 +178,38 @@ def test_a_missing_service_is_one_warning(
     assert len(entries(tmp_path)) == 2
 
 
-def test_wandb_is_told_everything_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    fake: Any = ModuleType("wandb")
-    fake.init = lambda **options: calls.append(("init", options["project"], options["id"], options["config"]))
-    fake.log = lambda values, step: calls.append((step, values))
-    fake.finish = lambda: calls.append("finish")
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    run = RunInfo(project="robots", name="fold", config={"seed": 3})
-    with MetricLog(tmp_path, ("wandb",), interval=2, run=run) as log:
-        for step in (1, 2):
-            log.log(step, {"loss": jnp.float32(step)})
-    assert calls == [("init", "robots", "fold", {"seed": 3}), (2, {"loss": 1.5}), "finish"]
+def test_wandb_logs_a_run_and_its_resumption_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package, offline: a run named as the loop names them, interrupted and resumed."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = RunInfo(project="robots", name="rl_fold_box/seed 3", config={"seed": 3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PirlWarning)  # a sink that fails only warns
+        for steps, resumed in (((1, 2), None), ((3, 4), 2)):
+            with MetricLog(tmp_path, ("wandb",), interval=2, run=run, resume_step=resumed) as log:
+                for step in steps:
+                    log.log(step, {"policy/loss": jnp.float32(step)})
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [file.stem.removeprefix("run-") for file in files] == [wandb_id(run.name)] * 2
+    assert all(b"policy/loss" in file.read_bytes() for file in files)
+
+
+def test_wandb_ids_are_valid_stable_and_distinct() -> None:
+    assert wandb_id("fold") == "fold"
+    found = [wandb_id(name) for name in ("a/b", "a-b", "a b", "a:b", "折叠/一", "x" * 300)]
+    assert len(set(found)) == len(found)
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name) for name in found)
+    assert wandb_id("a/b") == found[0]
+
+
+def test_tensorboard_event_files_hold_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PirlWarning)
+        log_constant(tmp_path, "tensorboard", steps=2)
+    (file,) = (tmp_path / "tensorboard").glob("events.*")
+    assert b"loss" in file.read_bytes()
 
 
 def test_the_console_has_one_line_and_folds_it_between_metrics(capsys: pytest.CaptureFixture[str]) -> None:

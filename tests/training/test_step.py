@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from pirl.agents.agent import TrainState
+from pirl.build import build_agent
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict
 from pirl.models.config import PRESETS
+from pirl.parallel.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
+from pirl.planning.plan import batch_shapes
 from pirl.recipes import get_config
-from pirl.training.build import build_agent
-from pirl.training.plan import batch_shapes
-from pirl.training.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
 from pirl.training.step import Step, handed_through
 
 

@@ -13,10 +13,12 @@ import pytest
 from collecting_runs import ENV, ONLINE, online_run, ript_run
 from pirl.agents.agent import TrainState
 from pirl.agents.config import RIPTConfig
+from pirl.build import build_agent
 from pirl.data.normalize import NormStats, save_norm_stats
 from pirl.data.robots import get_robot
 from pirl.data.transforms import Transform
 from pirl.errors import ConfigError
+from pirl.parallel.sharding import data_sharding, make_mesh
 from pirl.records import Context, Episode, Rollout
 from pirl.rollout.collect import Job
 from pirl.rollout.collector import Collector
@@ -24,8 +26,7 @@ from pirl.rollout.config import CurriculumConfig
 from pirl.rollout.curriculum import Curriculum
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import LocalPool
-from pirl.training.build import build_acting, build_agent, build_transform
-from pirl.training.sharding import data_sharding, make_mesh
+from pirl.training.build import build_acting, build_transform
 from pirl.training.streams import DatasetStream, GroupStream, OnlineStream, Stream
 
 HORIZON, STEPS = 3, 4

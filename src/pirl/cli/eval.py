@@ -235,7 +235,7 @@ def _comparison(first: Any, second: Any) -> dict[str, Any]:
 
 
 def _write(file: Path, result: Mapping[str, Any]) -> str:
-    from pirl.training.run_directory import io_errors, json_text, write_text
+    from pirl.checkpoints.run_directory import io_errors, json_text, write_text
 
     text = json_text(result)
     with io_errors(f"{file} cannot be written"):

@@ -64,10 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the weights and write them in the other form."""
-    from pirl.export.inspect import describe
-    from pirl.export.openpi import save_openpi
+    from pirl.checkpoints.fetch import fetch
+    from pirl.checkpoints.inspect import describe
+    from pirl.checkpoints.openpi import save_openpi
     from pirl.models.config import get_preset
-    from pirl.models.fetch import fetch
     from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
 
     config = get_preset(args.model) if args.model else None
@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(path: Path, found: Any, config: Any, *, dtype: str | None) -> Any:
     """The weights of a described checkpoint: as stored where the files tell what they are, else as the preset is."""
-    from pirl.models import fit, weights
+    from pirl.checkpoints import compare as fit
+    from pirl.checkpoints import weights
     from pirl.models.pi0 import param_shapes
 
     if config is None and found.kind != "openpi":
@@ -105,7 +106,7 @@ def _load(path: Path, found: Any, config: Any, *, dtype: str | None) -> Any:
 
 
 def _save_pytorch(params: Any, config: Any, args: argparse.Namespace, norm_stats: Mapping[str, Path]) -> Path:
-    from pirl.export.pytorch import merge_lora, save_pytorch
+    from pirl.checkpoints.pytorch import merge_lora, save_pytorch
     from pirl.models.params import flatten
 
     leaves = flatten(params)

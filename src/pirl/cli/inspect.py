@@ -60,8 +60,8 @@ def data(args: argparse.Namespace) -> Iterator[str]:
 
 def checkpoint(args: argparse.Namespace) -> Iterator[str]:
     """A checkpoint's summary, and its arrays if asked for."""
-    from pirl.export.inspect import describe, render
-    from pirl.models.fetch import fetch
+    from pirl.checkpoints.fetch import fetch
+    from pirl.checkpoints.inspect import describe, render
 
     found = describe(fetch(args.location))
     yield render(found)

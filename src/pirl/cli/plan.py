@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device_gb is None or not args.device_gb > 0:
         devices.error("--device-gb says how much memory one device has, such as 24 or 80")
 
-    from pirl.training.plan import plan
+    from pirl.planning.plan import plan
 
     found = plan(config, device_gb=args.device_gb, devices=args.devices, choose=True)
     print(f"{config.name}: freeze rule {config.freeze_rule}, {len(config.cameras)} camera(s)")

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Search, show, say what to do next."""
     from pirl.config_io import read_yaml
     from pirl.recipes import cli
-    from pirl.recipes.space import default_space, parse_space, space_yaml
+    from pirl.tune.space import default_space, parse_space, space_yaml
 
     flags = argparse.ArgumentParser(prog=f"pirl {NAME}", usage=USAGE, add_help=False, allow_abbrev=False)
     _add_flags(flags)
@@ -109,8 +109,8 @@ def _check(args: argparse.Namespace, config: Any) -> None:
 def _search(args: argparse.Namespace, config: Any, space: Any, settings: Sequence[str]) -> int:
     from pirl.errors import ConfigError, did_you_mean
     from pirl.training.interrupt import stop_on_signal
-    from pirl.training.study import METRICS, Search, Study
-    from pirl.training.tune import Tuner
+    from pirl.tune.run import Tuner
+    from pirl.tune.study import METRICS, Search, Study
 
     if args.metric not in METRICS:
         raise did_you_mean(args.metric, METRICS, kind="metric to maximise:")
@@ -144,7 +144,7 @@ def _search(args: argparse.Namespace, config: Any, space: Any, settings: Sequenc
 def _write_page(study: Any, recipe: str, settings: Sequence[str]) -> None:
     from pirl.report.page import write_page
     from pirl.report.tuning import build_tuning_page
-    from pirl.training.study_files import results_json
+    from pirl.tune.results import results_json
 
     page = build_tuning_page(results_json(study), _next_commands(study, recipe, settings))
     write_page(study.search.folder / PAGE_FILE, page)
@@ -155,7 +155,7 @@ def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pirl.training.study_files import BEST_FILE, RESULTS_FILE, TABLE_FILE, described
+    from pirl.tune.results import BEST_FILE, RESULTS_FILE, TABLE_FILE, described
 
     search, best = study.search, study.best()
     console = Console()
@@ -179,8 +179,8 @@ def _next_commands(study: Any, recipe: str, settings: Sequence[str]) -> list[str
     """Measure the best trial on test states; train it again, by flags or from its file."""
     import shlex
 
-    from pirl.recipes.space import flags
-    from pirl.training.study_files import BEST_FILE
+    from pirl.tune.results import BEST_FILE
+    from pirl.tune.space import flags
 
     search, best = study.search, study.best()
     if best is None:

@@ -1,5 +1,6 @@
 """What the data layer can be told. No jax here."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,10 @@ for, the most recent kept. `auto`: chosen by the size of the frames, the memory 
 Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
 """`columns`: what the dataset recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 for
 every step, 0 at success. `auto`: the columns where there are some, else an error: nobody can guess an outcome."""
+Failure = Literal["auto", "terminal", "timeout"]
+"""What a labelled failure means where `next.truncated` does not say. `terminal`: the task is lost, and the last actions
+are worth the failure reward alone. `timeout`: the recording stopped, something might still have been won. `auto`:
+terminal, unless steps cost something and failing does not, where failing early would pay."""
 Imitated = Literal["successes", "plans", "all"]
 """Of the policy's own episodes. `all`: chunks from any step on, also of two plans' parts. `plans`: only what was
 planned as one chunk. `successes`: plans of episodes that did not fail. The rest teaches a policy to fail as it does."""
@@ -49,6 +54,11 @@ class DataConfig:
     (step_penalty); auto: as recorded, else an error."""
     success_file: str | None = None
     """JSON that says which episodes of the one dataset succeeded, for sparse_success and step_penalty."""
+    failure: Failure = "auto"
+    """What a labelled failure means: the task is lost (terminal), or the recording stopped (timeout). `auto`: terminal,
+    but timeout where steps cost something and `failure_reward` is 0. Unlabelled episodes are never failures."""
+    failure_reward: float = 0.0
+    """Added to the last reward of a failure that is terminal: 0, or a negative number."""
     successes_only: bool = False
     """Leave out episodes that did not succeed: filtered imitation, the baseline that RL has to beat."""
     boundary: Boundary = "pad"
@@ -86,6 +96,13 @@ class DataConfig:
             refuse(
                 f"one success_file for {len(self.repo_ids)} datasets, which all number their episodes from 0",
                 "store the outcomes as a column next.success, or train on one dataset",
+            )
+        if not -math.inf < self.failure_reward <= 0:
+            refuse(f"failure_reward is {self.failure_reward}", "0, or a negative number: failures are not to be sought")
+        if self.failure == "timeout" and self.failure_reward:
+            refuse(
+                f"failure_reward is {self.failure_reward} and failures are time-outs",
+                "nothing is paid where the task goes on: failure terminal, or failure_reward 0",
             )
         if self.critic_horizon is not None and self.critic_horizon < 1:
             refuse(f"critic_horizon is {self.critic_horizon}", "the critic scores at least one step")

@@ -1,10 +1,13 @@
 """From a `DataConfig` to what training needs: the source of episodes, the robot's transform, the loader of batches."""
 
 import shlex
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pirl import names
 from pirl.data import lerobot, synthetic, video
@@ -19,11 +22,13 @@ from pirl.data.robots import ROBOTS, Robot, get_robot
 from pirl.data.stats import compute_norm_stats
 from pirl.data.tokenizer import ByteTokenizer, PaliGemmaTokenizer, Tokenizer, WordTokenizer
 from pirl.data.transforms import Transform
-from pirl.errors import ConfigError, DataError, did_you_mean
+from pirl.errors import ConfigError, DataError, PirlWarning, did_you_mean
 from pirl.records import EpisodeSource
 
 SYNTHETIC = "synthetic"
 """Instead of a dataset: demonstrations made on the spot (`data.synthetic`)."""
+FAINT = 0.1
+"""Below this share of a success at the start of an episode, the discount is said to be too small."""
 
 
 def create_acrlpd_data_loader(
@@ -50,6 +55,8 @@ def create_acrlpd_data_loader(
     source = create_source(config, transform.robot, image_size=height) if config.repo_ids else None
     if source is not None and config.successes_only:
         source = SuccessfulSource(source)
+    if source is not None and next_observations:
+        check_discount(discount, float(np.median(source.lengths)))
     return ACRLPDDataLoader(
         source,
         transform,
@@ -63,6 +70,18 @@ def create_acrlpd_data_loader(
         host_id=host_id,
         host_count=host_count,
     )
+
+
+def check_discount(discount: float, steps: float) -> None:
+    """Warn where a success at the end of an episode of so many steps is worth next to nothing at its start."""
+    if (worth := discount**steps) < FAINT:
+        warnings.warn(
+            f"discount {discount:g} over episodes of {steps:.0f} steps (median): at their start a success is worth "
+            f"{worth:.1g}, and early decisions look alike to the critic. Try --agent.discount {1 - 1 / steps:.4g}, "
+            f"which leaves {(1 - 1 / steps) ** steps:.2f} of it",
+            PirlWarning,
+            stacklevel=3,
+        )
 
 
 def create_transform(
@@ -125,7 +144,12 @@ def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) ->
                 cameras=keys,
                 state_key=state_key,
                 action_key=action_key,
-                outcome=OutcomeRule(rule=config.outcome, success_file=config.success_file),
+                outcome=OutcomeRule(
+                    rule=config.outcome,
+                    success_file=config.success_file,
+                    failure=config.failure,
+                    failure_reward=config.failure_reward,
+                ),
                 image_size=image_size,
                 resize="exact" if config.exact_resize else "fast",
                 letterbox=letterbox,

@@ -313,7 +313,7 @@ def _outcomes(
 ) -> tuple[OutcomeRule, tuple[Outcome, ...]]:
     """The rule that applies, and what it says of each episode."""
     rule = outcomes.settle(rule, columns, where=str(meta.root))
-    used = outcomes.COLUMNS if rule.rule == "columns" else (names.NEXT_SUCCESS,)
+    used = outcomes.COLUMNS if rule.rule == "columns" else (names.NEXT_SUCCESS, names.NEXT_TRUNCATED)
     known = {name: columns[name] for name in used if name in columns}
     for name, column in known.items():
         if column.ndim != 1:

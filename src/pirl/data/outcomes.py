@@ -7,14 +7,14 @@ recording are told apart here, once. Pure functions over one episode's columns.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Shaped
 
-from pirl.data.config import Rule
+from pirl.data.config import Failure, Rule
 from pirl.errors import ConfigError, DataError
 from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
 
@@ -31,6 +31,10 @@ class OutcomeRule:
     """JSON or JSON lines that say which episodes succeeded: {"0": true, ...} or {"episode_index": 0, "success": true}.
     With sparse_success and step_penalty; without it the column next.success decides, and without that every episode
     counts as a success."""
+    failure: Failure = "auto"
+    """What a labelled failure ends in, where next.truncated does not say."""
+    failure_reward: float = 0.0
+    """Added to the last reward of a terminal failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ def settle(rule: OutcomeRule, available: Collection[str], *, where: str) -> Outc
             hint="declare an outcome rule: sparse_success if every episode is a successful demonstration, step_penalty "
             "for -1 per step, either with a success_file if some episodes failed",
         )
-    return OutcomeRule(rule="columns") if rule.rule == "auto" else rule
+    return replace(rule, rule="columns") if rule.rule == "auto" else rule
 
 
 def derive(
@@ -72,15 +76,15 @@ def derive(
     """Rewards and end of one episode from its rows. `label` is its entry in the success file, None if it has none."""
     rule = settle(rule, columns, where="the episode")
     if rule.rule == "columns":
-        return _from_columns(columns, length)
+        return _from_columns(columns, rule, length)
     return _declared(columns, rule, length, label)
 
 
-def _from_columns(columns: Mapping[str, np.ndarray], length: int) -> Outcome:
+def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int) -> Outcome:
     """What was recorded.
 
-    Only next.truncated tells a failure that ends the task from a time-out. Without it, an end that is no success is
-    taken for a time-out, since bootstrapping there is the smaller mistake.
+    next.success that is never set labels a failure. Without that column, an end that paid nothing is taken for a
+    time-out: next.done is set there too.
     """
     reached, done, cut = (_flags(columns, name) for name in (NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED))
     if NEXT_REWARD in columns:
@@ -101,7 +105,8 @@ def _from_columns(columns: Mapping[str, np.ndarray], length: int) -> Outcome:
     else:
         ended = any(flags is not None and flags[-1] for flags in (done, cut))
         success = False if ended else None
-    return _outcome(rewards, terminated, cut, success)
+    labelled = reached is not None and (done is None or cut is None)  # the two together say how it ended
+    return _outcome(rule, rewards, terminated, cut, success, labelled=labelled)
 
 
 def _declared(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int, label: bool | None) -> Outcome:
@@ -113,18 +118,37 @@ def _declared(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int,
     else:
         success, reached = True, _last(length)
     rewards = reached.astype(np.float32) - np.float32(rule.rule == "step_penalty")
-    return _outcome(rewards, reached, None, success)
+    return _outcome(rule, rewards, reached, _flags(columns, NEXT_TRUNCATED), success, labelled=success is not None)
 
 
 def _outcome(
+    rule: OutcomeRule,
     rewards: Float32[np.ndarray, "T"],
     terminated: Bool[np.ndarray, "T"],
     cut: Bool[np.ndarray, "T"] | None,
     success: bool | None,
+    *,
+    labelled: bool,
 ) -> Outcome:
     """Every episode ends in exactly one way: a last row that did not end the task ended the recording."""
+    if labelled and success is False and _loses(rule, rewards, cut):
+        terminated = terminated | _last(len(rewards))
+    if success is False and terminated[-1]:
+        rewards = rewards + np.float32(rule.failure_reward) * _last(len(rewards))
     truncated = _last(len(rewards)) if cut is None else cut | _last(len(rewards))
     return Outcome(rewards=rewards, terminated=terminated, truncated=truncated & ~terminated, success=success)
+
+
+def _loses(rule: OutcomeRule, rewards: Float32[np.ndarray, "T"], cut: Bool[np.ndarray, "T"] | None) -> bool:
+    """Does a labelled failure end the task? What was recorded as cut off did not; else the rule decides.
+
+    Where every step costs, an end that costs nothing is the best thing a policy can reach: `auto` does not make one.
+    """
+    if cut is not None and cut[-1]:
+        return False
+    if rule.failure == "auto":
+        return rule.failure_reward < 0 or not (rewards < 0).any()
+    return rule.failure == "terminal"
 
 
 def _last(length: int) -> Bool[np.ndarray, "T"]:
@@ -192,7 +216,9 @@ def describe(rule: OutcomeRule, outcomes: Sequence[Outcome], available: Collecti
         source = f"the rule {rule.rule} ({shape}; {decided})"
     counts = [sum(outcome.success is kind for outcome in outcomes) for kind in (True, False, None)]
     ends = sum(bool(outcome.terminated[-1]) for outcome in outcomes)
+    lost = sum(bool(outcome.terminated[-1]) for outcome in outcomes if outcome.success is False)
+    meaning = f"; {lost} of the failures are terminal, the others time-outs" if counts[1] else ""
     return (
         f"outcomes from {source}: {counts[0]} episodes succeed, {counts[1]} fail, {counts[2]} unlabelled; "
-        f"{ends} end terminated, {len(outcomes) - ends} truncated"
+        f"{ends} end terminated, {len(outcomes) - ends} truncated{meaning}"
     )

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pirl.models import attention, gated
+from pirl.kernels import attention, gated
+from pirl.kernels.remat import in_type
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.gemma import (
     Rotation,
@@ -25,8 +26,7 @@ from pirl.models.gemma import (
     suffix_rotation,
 )
 from pirl.models.params import Params
-from pirl.models.placement import by_sample, everywhere
-from pirl.models.remat import in_type
+from pirl.parallel.placement import by_sample, everywhere
 
 FEW = 8
 """Suffixes below which a fused kernel does not fill the GPU, and plain attention is as fast."""

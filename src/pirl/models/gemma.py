@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pirl.models import attention, gated
+from pirl.kernels import attention, gated
+from pirl.kernels.remat import At, kept, layer_at, over_layers
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
 from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, prefixed, zeros
-from pirl.models.placement import by_sample
-from pirl.models.remat import At, kept, layer_at, over_layers
+from pirl.parallel.placement import by_sample
 
 MASKED = -2.3819763e38
 """Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pirl.errors import ConfigError
-from pirl.models import attention, expert, gemma, preprocess, siglip
+from pirl.kernels import attention
+from pirl.models import expert, gemma, preprocess, siglip
 from pirl.models.config import Pi0Config
 from pirl.models.observation import Observation
 from pirl.models.params import Leaf, Params, initialize, lecun_normal, prefixed, shapes_of, zeros
-from pirl.models.placement import by_sample
+from pirl.parallel.placement import by_sample
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
 """Periods of the flow time's embedding."""

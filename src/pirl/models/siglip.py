@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pirl.models import attention
+from pirl.kernels import attention
+from pirl.kernels.remat import kept, over_layers
 from pirl.models.config import Pi0Config, SigLIPConfig
 from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixed, xavier_uniform, zeros
-from pirl.models.placement import by_sample
-from pirl.models.remat import kept, over_layers
+from pirl.parallel.placement import by_sample
 
 MANY = 2**23
 """Numbers from which a projection fills a GPU alone: those of some 30 pictures."""

@@ -10,10 +10,12 @@ and the robot's own attempts. What they achieved is read from next.success or ne
 column, say so with `--data.outcome sparse_success --data.success-file outcomes.json`. Statistics first:
 `pirl norm-stats recordings/fold_box --robot aloha --horizon 20`.
 
-Q-chunking: π₀ predicts 20 actions (0.4 s), all of them are scored and executed. Ten critics of 3 × 512 with LayerNorm
-and dropout 0.1, Huber loss; best of 4; advantage-weighted imitation with a plain share of 0.05. `--critic.loss
-hl_gauss` is what the other recipes use. Behaviour cloning has OpenPI's own settings and is a good start for the former:
-`--init-weights checkpoints/bc_aloha_fold/warm/20000`.
+Q-chunking: π₀ predicts 20 actions (0.4 s), all of them are scored and executed. The discount is 1 - 1/1000, for a task
+of 20 seconds at 50 Hz: at its start a success is worth 0.37, with 0.99 it would be 0.00004. Ten critics of 3 × 512 with
+LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss), from actions clipped at 4 standard deviations;
+they learn for 5,000 steps before the actor follows them. Best of 4; advantage-weighted imitation with a plain share of
+0.05. Behaviour cloning has OpenPI's own settings and is a good start: `--init-weights
+checkpoints/bc_aloha_fold/warm/20000`.
 
 RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed as OpenPI's
 client does, groups of 8 rollouts, faithful rendering since the checkpoint was trained on such pictures.
@@ -38,13 +40,13 @@ from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule, KeepBe
 _PI0_BASE = "gs://openpi-assets/checkpoints/pi0_base"
 _STEPS = 50_000
 
-_AGENT = ACRLPDConfig(discount=0.99, num_action_samples=4, bc_loss_weight=0.05)
+_AGENT = ACRLPDConfig(discount=0.999, num_action_samples=4, bc_loss_weight=0.05, actor_warmup_steps=5000)
 
 _ACRLPD = RLTrainConfig(
     name="acrlpd_aloha_fold",
     model=replace(get_preset("pi0"), horizon=20),
     agent=_AGENT,
-    critic=replace(get_critic_preset("ten"), loss="huber"),
+    critic=replace(get_critic_preset("ten"), action_clip=4.0),
     init_weights=_PI0_BASE,
     data=DataConfig(robot="aloha"),
     policy_optimizer=AdamW(weight_decay=1e-4),

@@ -23,24 +23,25 @@ from jaxtyping import Float
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
 from pirl.agents.ript import RIPT
+from pirl.build import build_agent
+from pirl.checkpoints.compare import compare, shapes_of
+from pirl.checkpoints.fetch import fetch
+from pirl.checkpoints.ocdbt import read_json
+from pirl.checkpoints.run import EXTRA_ITEM
+from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps
+from pirl.checkpoints.weights import check_finite, kind_of, load
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.data.transforms import Transform
 from pirl.envs.env import RawObservation
 from pirl.errors import CheckpointError, ConfigError
-from pirl.models.fetch import fetch
-from pirl.models.fit import compare, shapes_of
-from pirl.models.ocdbt import read_json
 from pirl.models.params import Params, flatten, nest
 from pirl.models.policy import Preparing
-from pirl.models.weights import check_finite, kind_of, load
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
+from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.rollout.policy import ChunkPolicy
-from pirl.training.build import asset_id, build_agent, build_chunk_policy, build_transform
-from pirl.training.checkpoint import EXTRA_ITEM
+from pirl.training.build import asset_id, build_chunk_policy, build_transform
 from pirl.training.config import KeepBest
-from pirl.training.run_directory import METADATA_FILE, complete_steps
-from pirl.training.sharding import make_mesh, sharded_shapes
 
 CONFIG_FILE = "config.yaml"
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import jax
 
-from pirl.models.attention import cuda_capability
+from pirl.kernels.attention import cuda_capability
 
 Options = dict[str, bool | str]
 

@@ -8,9 +8,9 @@ from rich.table import Table
 
 from pirl.agents.agent import TrainState
 from pirl.config import RLTrainConfig
-from pirl.training.flops import count_flops, update_flops
-from pirl.training.memory import breakdown
-from pirl.training.sharding import FSDP_AXIS, replicated, validate_fsdp_sharding
+from pirl.parallel.sharding import FSDP_AXIS, replicated, validate_fsdp_sharding
+from pirl.planning.flops import count_flops, update_flops
+from pirl.planning.memory import breakdown
 from pirl.training.streams import Stream
 
 GIB = 2**30

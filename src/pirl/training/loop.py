@@ -12,27 +12,28 @@ from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
 from pirl.agents.bc import BC
 from pirl.agents.ript import RIPT
+from pirl.build import build_agent, schedules
+from pirl.checkpoints.run import Checkpoints, check_compatible, prepare_directory
+from pirl.checkpoints.run_metadata import run_metadata
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
 from pirl.errors import EnvError
 from pirl.models.config import Pi0Config
 from pirl.models.params import Params
+from pirl.parallel import distributed
+from pirl.parallel.sharding import check_batch, make_mesh, sharded_shapes, state_shardings
+from pirl.planning.flops import count_flops, update_flops
+from pirl.planning.memory import GPUMemoryMonitor
+from pirl.planning.plan import batch_shapes, with_choices
 from pirl.rollout.collect import CollectionStoppedError
-from pirl.training import distributed
-from pirl.training.build import asset_id, build_acting, build_agent, build_transform, load_policy, schedules
-from pirl.training.checkpoint import Checkpoints, check_compatible, prepare_directory
+from pirl.training.build import asset_id, build_acting, build_transform, load_policy
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
 from pirl.training.evaluator import Evaluator
-from pirl.training.flops import count_flops, update_flops
 from pirl.training.interrupt import stop_on_signal
-from pirl.training.memory import GPUMemoryMonitor
 from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
 from pirl.training.pictures import save_camera_grid
-from pirl.training.plan import batch_shapes, with_choices
 from pirl.training.progress import Progress
-from pirl.training.run_metadata import run_metadata
-from pirl.training.sharding import check_batch, make_mesh, sharded_shapes, state_shardings
 from pirl.training.sinks import RunInfo
 from pirl.training.step import Step
 from pirl.training.streams import Stream

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pirl.errors import ConfigError, PirlError, listing
+from pirl.planning.memory import memory_values
 from pirl.training import sinks as sinks_module
-from pirl.training.memory import memory_values
 from pirl.training.sinks import CsvSink, Guarded, JsonlSink, Record, RunInfo, Sink, SinkName
 
 PEAK_FLOPS = {

@@ -5,11 +5,13 @@ that sink with one warning, and the run goes on.
 """
 
 import csv
+import hashlib
 import importlib
 import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -227,7 +229,7 @@ class TrackerSink:
         self._module = _extra(package, package)
         options: dict[str, Any] = {"project": run.project, "name": run.name, "resume": "allow"}
         if package == "wandb":
-            options |= {"id": run.name, "dir": str(directory)}
+            options |= {"id": wandb_id(run.name), "dir": str(directory)}
         self._module.init(config=dict(run.config or {}), **options)
 
     def write(self, record: Record) -> None:
@@ -237,6 +239,15 @@ class TrackerSink:
     def close(self) -> None:
         """Upload what is left."""
         self._module.finish()
+
+
+def wandb_id(name: str) -> str:
+    """The run's name as an id that wandb accepts: it refuses `/` and a few others, and more than 128 characters.
+
+    A resumed run must find the same id again, and two runs must not share one: a name that is changed gets a hash.
+    """
+    allowed = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:100]
+    return name if allowed == name else f"{allowed}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class TensorBoardSink:

@@ -17,9 +17,9 @@ from pirl.agents.agent import Agent, TrainState
 from pirl.agents.bc import BC
 from pirl.agents.ript import RIPT
 from pirl.models.pi0 import Pi0
-from pirl.models.placement import batch_on
+from pirl.parallel.placement import batch_on
+from pirl.parallel.sharding import data_sharding, replicated, state_shardings
 from pirl.training import compiler
-from pirl.training.sharding import data_sharding, replicated, state_shardings
 
 
 class Step:

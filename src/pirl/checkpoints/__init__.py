@@ -1,0 +1,1 @@
+"""Every format of weights and checkpoints: read, write, compare, inspect."""

@@ -1,0 +1,417 @@
+"""Checkpoints of a run: OpenPI's folders, written in the background, complete or not there at all.
+
+<run>/<step>/params        the weights to act with (averaged where there is an average), as OpenPI reads them
+<run>/<step>/assets        norm_stats.json for each robot
+<run>/<step>/train_state   everything else that is needed to go on bit by bit; the weights above are repeated only where
+                           what acts is not what learns (a condition that became part of a bias)
+<run>/<step>/extra         metadata.json (configuration, versions, metrics) and extra.json (data position, seed, ...)
+
+Orbax writes a step into a temporary folder and renames it. Old steps are renamed before they are deleted. So whatever
+has a number for a name is whole, however a process ended.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from filelock import FileLock
+
+from pirl import __version__
+from pirl.agents.agent import TrainState
+from pirl.checkpoints.ocdbt import check_files, read_json
+from pirl.checkpoints.restore import check_types, restore_tree
+from pirl.checkpoints.run_directory import (
+    METADATA_FILE,
+    complete_steps,
+    io_errors,
+    json_text,
+    lock_run,
+    prepare_directory,
+    write_text,
+)
+from pirl.checkpoints.run_metadata import as_json, check_compatible, finite_metrics
+from pirl.checkpoints.weights import load_openpi, openpi_leaves
+from pirl.data.normalize import NormStats, save_norm_stats
+from pirl.errors import CheckpointError, PirlError
+from pirl.models.params import flatten, nest
+from pirl.names import ASSETS_ITEM, PARAMS_ITEM, TRAIN_STATE_ITEM
+from pirl.parallel.distributed import barrier, is_main
+from pirl.training.config import CheckpointConfig
+
+__all__ = ["Checkpoints", "check_compatible", "prepare_directory", "steps_to_keep"]
+
+EXTRA_ITEM, EXTRA_FILE = "extra", "extra.json"
+_UNFINISHED = "*.orbax-checkpoint-tmp*"
+_DELETED = ".*.deleted"
+
+
+class Checkpoints:
+    """The checkpoints of one run. With several processes every process makes one and calls it alike."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig,
+        *,
+        run: Mapping[str, Any] | None = None,
+        norm_stats: Mapping[str, Mapping[str, NormStats]] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """`run` is what `run_metadata` says; `norm_stats` go into every checkpoint, by OpenPI's asset id.
+
+        One process (or group of processes) at a time may write into a run; what an interrupted save or deletion left
+        behind is removed first. `read_only` looks at a run, also while it is being trained, and changes nothing.
+        """
+        self.directory = Path(directory).expanduser().absolute()
+        self.config = config
+        self._run = as_json(dict(run or {}))
+        self._norm_stats = {_asset_id(name): dict(stats) for name, stats in (norm_stats or {}).items()}
+        self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pirl-checkpoints")
+        self._known: set[int] = set()
+        self._saving: int | None = None
+        arrays = {
+            item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
+            for item in (PARAMS_ITEM, TRAIN_STATE_ITEM)
+        }
+        files = {item: FilesHandler() for item in (ASSETS_ITEM, EXTRA_ITEM)}
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**arrays, **files))
+        self._read_only = read_only
+        self._lock: FileLock | None = None
+        if not read_only:
+            with io_errors(f"{self.directory} cannot be used for checkpoints"):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                if is_main():
+                    self._lock = lock_run(self.directory)
+                    self._clean()
+                    for step in self.all_steps():
+                        self._unmark(step)
+                    write_text(self.directory / METADATA_FILE, json_text(self._run))
+            barrier("checkpoints.open")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def due(self, step: int) -> bool:
+        """Is it time to save?"""
+        return step > 0 and step % self.config.save_interval == 0
+
+    def all_steps(self) -> list[int]:
+        """Complete checkpoints, oldest first."""
+        return complete_steps(self.directory)
+
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint."""
+        return max(self.all_steps(), default=None)
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Start to write a checkpoint; returns once the arrays are copied, so the state may be donated at once.
+
+        The one before is finished first, and its errors are raised here. `extra` is any tree of JSON values (that of
+        process 0 is kept). `weights` are those to act with, where the state holds a condition beside its policy. A step
+        this run has saved or restored is not written again: False, see `amend`.
+        """
+        if self._read_only:
+            raise CheckpointError(f"{self.directory} was opened for reading", hint="open it without read_only to save")
+        self.wait()
+        if step in self._known:
+            return False
+        if is_main() and any(self.directory.glob(_UNFINISHED)):
+            self._clean()  # a save was interrupted
+        folder = self.directory / str(step)
+        if folder.exists():
+            raise CheckpointError(
+                f"{folder} exists already and is not of this run's making",
+                hint="the run went on from an earlier step: move the later steps away, or choose another exp_name",
+            )
+        served, rest = split_state(jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state))
+        if keeps_policy(state):
+            if weights is None:
+                raise CheckpointError(
+                    "a state with a condition, and no weights that follow it", hint="save(..., weights=...)"
+                )
+            served = dict(weights)
+        metadata = {**self._run, "step": step, "metrics": finite_metrics(metrics or {})}
+        texts = {METADATA_FILE: json_text(metadata), EXTRA_FILE: json_text(as_json(dict(extra or {})))}
+        items = {
+            PARAMS_ITEM: ocp.args.PyTreeSave(
+                {PARAMS_ITEM: nest({f"{path}/value": leaf for path, leaf in flatten(served).items()})}
+            ),
+            TRAIN_STATE_ITEM: ocp.args.PyTreeSave(rest),
+            ASSETS_ITEM: FilesSave(self._write_assets),
+            EXTRA_ITEM: FilesSave(lambda target: _write_texts(target, texts)),
+        }
+        with self._save_errors(step):
+            self._checkpointer.save(
+                folder,
+                args=ocp.args.Composite(**items),
+                custom_metadata={"written_by": f"pirl {__version__}"},
+            )
+        self._saving = step
+        if not self.config.async_save:
+            self.wait()
+        return True
+
+    def amend(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Another `extra` for a step that is there, for what went on since without a change of the state."""
+        self.wait()
+        file = self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE
+        with io_errors(f"{file} cannot be written"):
+            write_text(file, json_text(as_json(dict(extra))))
+
+    def wait(self) -> None:
+        """Until what was begun is on disk. Raises what went wrong there."""
+        step = self._saving
+        if step is None:
+            return
+        with self._save_errors(step):
+            self._checkpointer.wait_until_finished()
+        self._saving = None
+        self._known.add(step)
+        if is_main():
+            self._unmark(step)
+            self._delete_old()
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+            self._sweeper.shutdown()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def restore(self, reference: TrainState, step: int | None = None) -> TrainState:
+        """The state as it was saved, bit by bit, in the shardings of the reference (a tree of ShapeDtypeStructs).
+
+        Names, shapes and types must agree; the mesh may be another one. None: the latest.
+        """
+        self.wait()
+        step = self._existing(step)
+        folder = self.directory / str(step)
+        if reason := _damage(folder):  # before gigabytes are read
+            raise self._damaged(step, reason)
+        like_weights, like_rest = split_state(reference)
+        weights: dict[str, Any] = {}
+        if not keeps_policy(reference):
+            check_types(openpi_leaves(folder / PARAMS_ITEM)[0], flatten(like_weights), folder)
+            weights = load_openpi(folder, like_weights, allow_missing="(?!)")
+        rest = restore_tree(folder / TRAIN_STATE_ITEM, like_rest)
+        self._known.add(step)
+        return join_state(weights, rest, averaged="policy" in reference.ema)
+
+    def extra(self, step: int | None = None) -> dict[str, Any]:
+        """What was passed to `save` as `extra`."""
+        return read_json(self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE)
+
+    def extras(self) -> Iterator[dict[str, Any]]:
+        """That of every complete step."""
+        return (self.extra(step) for step in self.all_steps())
+
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """Configuration, versions and metrics of a checkpoint; empty for one that OpenPI wrote."""
+        file = self.directory / str(self._existing(step)) / EXTRA_ITEM / METADATA_FILE
+        return read_json(file) if file.exists() else {}
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.all_steps()
+        if step is None and steps:
+            return steps[-1]
+        if step is None or step not in steps:
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise CheckpointError(
+                f"{self.directory} holds {wanted}",
+                hint=f"complete steps: {', '.join(map(str, steps)) or 'none; is the exp_name right?'}",
+            )
+        return step
+
+    def _damaged(self, step: int, reason: str) -> CheckpointError:
+        """The error of a step that is not whole, with the newest earlier one that is."""
+        earlier = [s for s in reversed(self.all_steps()) if s < step]
+        good = next((s for s in earlier if not _damage(self.directory / str(s))), None)
+        return CheckpointError(
+            f"step {step} is damaged: {reason}",
+            hint="no earlier step is whole: copy the checkpoint again, or start a new run"
+            if good is None
+            else f"step {good} is whole: move {self.directory / str(step)} away to go on from there",
+        )
+
+    def _unmark(self, step: int) -> None:
+        """Orbax 0.12 marks finished folders with a file that names their path; OpenPI's has none."""
+        for marker in (self.directory / str(step)).rglob("commit_success.txt"):
+            marker.unlink()
+
+    def _delete_old(self) -> None:
+        steps = self.all_steps()
+        scores: dict[int, float] = {}
+        if best := self.config.keep_best:
+            found = {step: self.metadata(step).get("metrics", {}).get(best.metric) for step in steps}
+            scores = {step: score for step, score in found.items() if score is not None}
+        for step in set(steps) - steps_to_keep(steps, scores, self.config):
+            with io_errors(f"step {step} of {self.directory} cannot be deleted"):
+                os.rename(self.directory / str(step), self.directory / f".{step}.deleted")
+        self._sweep(_DELETED)
+
+    def _clean(self) -> None:
+        self._sweep(_UNFINISHED)
+        self._sweep(_DELETED)
+        self._sweeper.submit(lambda: None).result()  # a save may take the name of what is being removed
+
+    def _sweep(self, pattern: str) -> None:
+        """Remove folders in the background: gigabytes take a file system seconds."""
+        for folder in self.directory.glob(pattern):
+            self._sweeper.submit(shutil.rmtree, folder, ignore_errors=True)
+
+    def _write_assets(self, target: Path) -> None:
+        for asset_id, stats in self._norm_stats.items():
+            save_norm_stats(target / asset_id, stats)
+
+    @contextmanager
+    def _save_errors(self, step: int) -> Iterator[None]:
+        """Whatever keeps Orbax from writing is one error, and the half-written folder goes."""
+        try:
+            yield
+        except Exception as error:
+            self._saving = None
+            if is_main():
+                self._clean()
+                time.sleep(0.5)  # other threads of the failed save may still be writing, and make folders as they do
+                self._clean()
+            if isinstance(error, PirlError):
+                raise
+            # The cause stands at the end, before the description of the store.
+            reason = (str(error) or type(error).__name__).split(" [tensorstore_spec")[0]
+            raise CheckpointError(
+                f"step {step} could not be saved to {self.directory}: {reason[-300:]}",
+                hint=f"is the disk full ({_free(self.directory)} free) or read-only? "
+                f"Complete steps are untouched: {', '.join(map(str, self.all_steps())) or 'none'}",
+            ) from error
+
+
+def steps_to_keep(steps: list[int], scores: Mapping[int, float], config: CheckpointConfig) -> set[int]:
+    """The newest, those on the period, and the best."""
+    keep = set(sorted(steps)[-config.keep_last :])
+    if config.keep_period is not None:
+        keep |= {step for step in steps if step % config.keep_period == 0}
+    if best := config.keep_best:
+        sign = 1 if best.mode == "max" else -1
+        ranked = sorted((sign * score, step) for step, score in scores.items() if step in set(steps))
+        keep |= {step for _, step in ranked[-best.count :]}
+    return keep
+
+
+def keeps_policy(state: TrainState) -> bool:
+    """Is the policy stored beside the weights to act with? They cannot be told from a condition that was added."""
+    return "condition" in state.params
+
+
+def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(weights to act with, everything else), with nothing in both unless `keeps_policy`.
+
+    As in OpenPI, `params` of the rest holds the raw weights where the weights to act with are an average, else nothing.
+    """
+    averaged = "policy" in state.ema
+    groups, ema, raw = dict(state.params), dict(state.ema), {}
+    if not keeps_policy(state):
+        raw = groups.pop("policy")
+        ema.pop("policy", None)
+    rest = {
+        "step": state.step,
+        "params": raw if averaged else {},
+        "groups": groups,
+        "target": state.target,
+        "ema": ema,
+        "opt": state.opt,
+        "scalars": state.scalars,
+    }
+    return state.policy, rest
+
+
+def join_state(weights: dict[str, Any], rest: Mapping[str, Any], *, averaged: bool) -> TrainState:
+    """The inverse of `split_state`."""
+    params, ema = dict(rest["groups"]), dict(rest["ema"])
+    if "policy" not in params:
+        params = {"policy": rest["params"] if averaged else weights, **params}
+        ema = {"policy": weights, **ema} if averaged else ema
+    return TrainState(
+        step=rest["step"], params=params, target=rest["target"], ema=ema, opt=rest["opt"], scalars=rest["scalars"]
+    )
+
+
+def _damage(folder: Path) -> str:
+    """What is missing or cut among the files of a step; empty for one that is whole."""
+    try:
+        for item in (PARAMS_ITEM, TRAIN_STATE_ITEM):
+            read_json(folder / item / "_METADATA")
+            check_files(folder / item)
+    except CheckpointError as error:
+        return error.message
+    return ""
+
+
+class FilesHandler(ocp.CheckpointHandler):  # type: ignore[misc]
+    """An item of plain files, written by process 0. They are read without Orbax."""
+
+    def save(self, directory: Any, args: "FilesSave") -> None:
+        """Write the files."""
+        if is_main():
+            args.write(Path(directory))
+
+    def restore(self, directory: Any, args: Any = None) -> None:
+        """Not needed."""
+        raise NotImplementedError("the files of this item are read directly")
+
+
+@ocp.args.register_with_handler(FilesHandler, for_save=True)
+@dataclass
+class FilesSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """How an item of plain files comes to be."""
+
+    write: Callable[[Path], None]
+    """Writes them into the folder it is given."""
+
+
+@ocp.args.register_with_handler(FilesHandler, for_restore=True)
+@dataclass
+class FilesRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """Orbax asks for one."""
+
+
+def _asset_id(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
+        raise CheckpointError(f"{name!r} cannot name an asset", hint="a name such as trossen or me/my_robot")
+    return name
+
+
+def _write_texts(target: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        (target / name).write_text(text, encoding="utf-8")
+
+
+def _free(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 1e9:.1f} GB"
+    except OSError:
+        return "unknown space"

@@ -1,0 +1,121 @@
+"""The folder of a run: who may write there, and what becomes of what is there already."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from pirl import __version__
+from pirl.errors import CheckpointError, PirlError
+from pirl.names import PARAMS_ITEM
+from pirl.parallel.distributed import barrier, is_main
+from pirl.training.config import ResumeMode
+
+METADATA_FILE = "metadata.json"
+LOCK_FILE = ".lock"
+
+
+def prepare_directory(
+    directory: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    fresh_if_missing: bool = False,
+) -> bool:
+    """Make the folder of a run ready; True if there is a checkpoint to go on from.
+
+    A run that exists is gone on with, or deleted, only if told so. Anything else that is there is never deleted.
+    """
+    ResumeMode(resume=resume, overwrite=overwrite, fresh_if_missing=fresh_if_missing)
+    directory = Path(directory).expanduser().absolute().resolve()
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file, expected the folder of a run", hint="choose another exp_name")
+    names = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
+    content = [name for name in names if name not in (METADATA_FILE, LOCK_FILE)]  # without: a run that never started
+    steps = complete_steps(directory)
+    barrier("run.looked")  # nobody changes the folder before everybody has seen it
+    if resume and not steps and not fresh_if_missing:
+        raise CheckpointError(
+            f"{directory} holds no complete checkpoint to resume from"
+            + (f", only {', '.join(content[:6])}" if content else ""),
+            hint="check the recipe and exp_name, or start without --resume",
+        )
+    if content and not resume and not overwrite:
+        reached = f"with checkpoints of steps {', '.join(map(str, steps))}" if steps else "without a checkpoint"
+        raise CheckpointError(
+            f"{directory} is an existing run {reached}",
+            hint="--resume goes on with it, --overwrite deletes it, another --exp-name leaves it alone",
+        )
+    if content and overwrite and not (steps or METADATA_FILE in names):
+        raise CheckpointError(
+            f"{directory} does not look like a run (it holds {', '.join(content[:6])}) and is not deleted",
+            hint=f"a run has step folders or {METADATA_FILE}; choose another folder, or empty this one yourself",
+        )
+    if is_main():
+        with io_errors(f"{directory} cannot be written to"):
+            if content and overwrite:
+                _delete(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            if not (directory / METADATA_FILE).exists():
+                # Marks the folder as ours, and tells now, not after a thousand steps, that it is read-only.
+                write_text(directory / METADATA_FILE, json_text({"written_by": f"pirl {__version__}"}))
+    barrier("run.prepared")
+    return bool(steps) and resume
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Steps of a run, oldest first. A folder gets its number when it is complete."""
+    if not directory.is_dir():
+        return []
+    names = (child.name for child in directory.iterdir() if child.name.isdecimal())
+    return sorted(int(name) for name in names if (directory / name / PARAMS_ITEM / "_METADATA").is_file())
+
+
+def lock_run(directory: Path, taken: PirlError | None = None) -> FileLock:
+    """The right to write into a folder. The system takes it back when the process ends, however it ends.
+
+    `taken` is raised where another process has it; without, what is said of a run.
+    """
+    lock = FileLock(directory / LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        hint = "stop it first, or choose another --exp-name"
+        raise taken or CheckpointError(f"another process is training in {directory}", hint=hint) from error
+    except NotImplementedError:
+        pass  # a file system without locks
+    return lock
+
+
+def json_text(content: Any) -> str:
+    """JSON for people to read."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace a file at once."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)
+
+
+@contextmanager
+def io_errors(problem: str) -> Iterator[None]:
+    """What the file system says no to, as an error for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{problem}: {error}", hint="check the path, its permissions and the disk") from error
+
+
+def _delete(directory: Path) -> None:
+    with lock_run(directory):
+        aside = directory.with_name(f".{directory.name}.deleted")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(directory, aside)
+        shutil.rmtree(aside)

@@ -1,1 +1,0 @@
-"""Checkpoints for others: OpenPI directories and PyTorch safetensors."""

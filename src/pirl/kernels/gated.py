@@ -1,0 +1,216 @@
+"""The first half of a gated feed-forward, gelu(x gate) * (x up), as one kernel for Hopper GPUs.
+
+The compiler makes two products of it and something between them, so that both products go to memory and come back.
+Here they stay in registers until they have been multiplied. It is for passes that need no gradients, for those keep
+both products anyway: differentiated, it is the plain form that is differentiated.
+
+Each block of the GPU takes one tile of the result after the other. Two of its warpgroups hold half of a tile's rows
+each, of both products; the third fetches what they multiply next.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pirl.errors import PirlWarning
+from pirl.kernels import attention
+from pirl.kernels.remat import kept
+from pirl.models.config import Pi0Config
+
+WORKERS = 2
+ROWS, COLUMNS, INNER = 128, 128, 64
+"""Of a tile of the result, and of what is multiplied at a time."""
+AHEAD = 4
+"""Times that much is on its way or waiting in shared memory."""
+STORED = 64
+"""Columns that leave a warpgroup at a time, through one of two places in shared memory."""
+SNAKE = 8
+"""Neighbouring tiles are computed at about the same time, in stripes of so many: they read the same again."""
+ROOT_TWO_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
+
+_planned: ContextVar[bool] = ContextVar("planned", default=False)
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """While a program is traced inside, on whatever machine: as on a GPU that has the kernel, with the plain form in
+    its place (`gated_stand_in`).
+    """
+    token = _planned.set(True)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def possible(config: Pi0Config) -> bool:
+    """Are such kernels to be used here? On one device: the compiler cannot divide them among several."""
+    wanted = config.attention in ("auto", "cudnn") and config.dtype == "bfloat16"
+    here = wanted and attention.cuda_capability() == attention.HOPPER and jax.device_count() == 1
+    return _planned.get() or (here and _compiles())
+
+
+@cache
+def _compiles() -> bool:
+    """Kernels are compiled by other means than the rest of a program, and no run should fail for want of those."""
+    inner = AHEAD * INNER
+    shapes = ((ROWS, inner), (inner, COLUMNS), (inner, COLUMNS))
+    try:
+        jax.jit(in_tiles).lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        message = f"gated products go without their kernel, which does not compile here ({said})"
+        warnings.warn(message, PirlWarning, stacklevel=2)
+        return False
+    return True
+
+
+def fits(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> bool:
+    """Does everything come in whole tiles? (x, gate, up), or (x, both side by side)."""
+    rows, inner, columns = x.size // x.shape[-1], x.shape[-1], _columns(weights)
+    whole = not (rows % ROWS or inner % INNER or columns % COLUMNS) and inner // INNER >= AHEAD
+    return whole or _planned.get()
+
+
+def activated(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """GELU by tanh, as in Gemma."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def plain(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Array, "... O"]:
+    """The same by the compiler."""
+    products = jnp.split(x @ weights[0], 2, axis=-1) if len(weights) == 1 else [x @ w for w in weights]
+    return activated(*(kept(x, name) for x, name in zip(products, ("gate", "up"), strict=True)))
+
+
+@jax.custom_jvp
+def product(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Array, "... O"]:
+    """gelu(x gate) * (x up) of (x, gate, up), or of (x, both side by side)."""
+    return (gated_stand_in if _planned.get() else gated_kernel)(x, *weights)
+
+
+product.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+
+
+# Under names of their own in a trace, for who plans its memory.
+@jax.jit
+def gated_kernel(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Array, "... O"]:
+    return in_tiles(x.reshape(-1, x.shape[-1]), *weights).reshape(*x.shape[:-1], -1)
+
+
+@jax.jit
+def gated_stand_in(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Array, "... O"]:
+    return plain(x, *weights)
+
+
+IN_ONE = frozenset({"gated_kernel", "gated_stand_in"})
+
+
+def _columns(weights: tuple[Array, ...]) -> int:
+    return weights[0].shape[1] // (2 if len(weights) == 1 else 1)
+
+
+def _swizzled(gpu: Any, width: int) -> tuple[Any, ...]:
+    """How so many bfloat16 lie side by side in shared memory, so that no two threads use the same bank."""
+    size = gpu.find_swizzle(width * 16)
+    return gpu.TilingTransform((8, size // 2)), gpu.SwizzleTransform(size)
+
+
+def _pipeline(gpu: Any, inner: int, step: Any, around: Any) -> Any:
+    """Of rows of x and columns of both weights: `step` for each part that has been fetched, `around` all steps."""
+
+    def fetched(shape: tuple[int, int], at: Any) -> Any:
+        return gpu.BlockSpec(shape, at, transforms=_swizzled(gpu, INNER), memory_space=gpu.SMEM)
+
+    weight = fetched((INNER, COLUMNS), lambda k: (k, 0))
+    return gpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(inner // INNER,),
+        memory_registers=40,
+        in_specs=[fetched((ROWS, INNER), lambda k: (0, k)), weight, weight],
+        wg_axis="worker",
+        num_compute_wgs=WORKERS,
+        max_concurrent_steps=AHEAD,
+        compute_context=around,
+    )
+
+
+def in_tiles(x: Float[Array, "T W"], *weights: Float[Array, "W _"], interpret: Any = None) -> Float[Array, "T O"]:
+    """The kernel. `interpret` runs it on a CPU."""
+    import jax.experimental.pallas as pl
+    from jax.experimental.pallas import mosaic_gpu
+
+    gpu: Any = mosaic_gpu
+    rows, inner, columns = *x.shape, _columns(weights)
+    blocks = getattr(jax.local_devices()[0], "core_count", 2)  # a CPU has none
+    part = ROWS // WORKERS
+
+    def kernel(x: Any, *refs: Any) -> None:
+        gate, up, out = refs[0], refs[-2], refs[-1]
+        shift = columns if len(weights) == 1 else 0
+        nothing = _pipeline(gpu, inner, lambda *_: None, lambda *_: None)
+
+        @partial(
+            pl.run_scoped,
+            room=nothing.get_allocations(x, gate, up),
+            leaving=gpu.SMEM((WORKERS, 2, part, STORED), jnp.bfloat16, transforms=_swizzled(gpu, STORED)),
+            collective_axes="worker",
+        )
+        def _(room: Any, leaving: Any) -> None:
+            worker = jax.lax.axis_index("worker")
+            own = pl.ds(worker * part, part)
+
+            def computed(turn: Any) -> None:
+                i, j = gpu.planar_snake(turn.index[0], (rows // ROWS, columns // COLUMNS), 0, SNAKE)
+                here, there = pl.ds(i * ROWS, ROWS), pl.ds(j * COLUMNS, COLUMNS)
+
+                def tile(run: Any) -> None:
+                    def added_up(*sums: Any) -> None:
+                        run(sums)
+                        store(*(total[...] for total in sums))
+
+                    sums = gpu.ACC((part, COLUMNS), jnp.float32)
+                    pl.run_scoped(added_up, sums, sums)
+
+                def multiplied(_: Any, x: Any, gate: Any, up: Any, sums: Any) -> Any:
+                    for total, weight in zip(sums, (gate, up), strict=True):
+                        gpu.wgmma(total, x.at[own], weight)
+                    gpu.wgmma_wait(0)
+                    return sums
+
+                def store(g: Array, u: Array) -> None:
+                    tanh = jnp.tanh(g * (ROOT_TWO_OVER_PI * (1 + CUBIC * g * g)))
+                    result = (g * (0.5 + 0.5 * tanh) * u).astype(jnp.bfloat16)
+                    for number, begin in enumerate(range(0, COLUMNS, STORED)):
+                        these = slice(begin, begin + STORED)
+                        place = leaving.at[worker, number % 2]
+                        gpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        place[...] = result[:, these]
+                        gpu.commit_smem()
+                        gpu.copy_smem_to_gmem(place, out.at[here, there].at[own].at[:, these])
+
+                shifted = pl.ds(shift + j * COLUMNS, COLUMNS)
+                whole = _pipeline(gpu, inner, multiplied, tile)
+                whole(x.at[here, :], gate.at[:, there], up.at[:, shifted], allocations=room)
+
+            gpu.nd_loop((rows // ROWS * (columns // COLUMNS),), collective_axes="block")(computed)
+
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return gpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=WORKERS + 1,
+        thread_name="worker",
+        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )(x, *weights)

@@ -1,0 +1,1 @@
+"""Memory and FLOPs of a run, from shapes alone."""

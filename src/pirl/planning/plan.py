@@ -1,0 +1,389 @@
+"""Will it fit? The memory of a training step per device, from shapes alone, before anything is allocated.
+
+An estimate is the sum of three parts:
+
+    state        weights (float32; frozen ones bfloat16), optimizer, averages, critic and its target, the policy that
+                 `distill` started from or that RIPT rolled out: shapes of the very state the algorithm makes, each leaf
+                 sharded by OpenPI's rule
+    batch        as it arrives, observations of the next step included where the algorithm reads them
+    step         the most that is alive at once while the update runs: `activations.py` reads it off jax's trace of it.
+                 What does not grow with the batch is gradients and the weights of the layer at work, what does is
+                 activations: what the remat setting keeps, what it recomputes of one layer, keys and values, candidates
+
+Nothing is fitted. A batch that does not fit at once is split (`accumulate`), which holds one more set of gradients. The
+peaks that were measured on a GPU are in `tests/golden/measured_memory.json`, and a test holds the plan to them.
+
+Not seen: how XLA packs arrays, and what it computes twice to save memory. So a tenth of the device is left free. Acting
+and evaluation need less than a step does, and are not counted.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pirl.agents.config import ACRLPDConfig, RIPTConfig
+from pirl.config import RLTrainConfig
+from pirl.errors import ConfigError
+from pirl.kernels import attention, gated
+from pirl.models.config import Attention, Pi0Config, Remat
+from pirl.models.freeze import split, trainable_mask
+from pirl.models.params import count, flatten
+from pirl.models.pi0 import param_shapes
+from pirl.parallel.distributed import is_main
+from pirl.planning.activations import PROBE, Load, largest, traced_loads
+from pirl.planning.memory import GIB, breakdown, gib, leaf_bytes, shard_bytes, text_table
+
+BY_SPEED: tuple[Remat, ...] = ("none", "names", "dots", "full")
+"""Remat settings, those first that compute least again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one device needs, and what fits on it."""
+
+    parts: Mapping[str, int]
+    """Bytes on one device at the peak: the state's groups, `batch`, `gradients, weights at work` and `activations`."""
+    usable: int
+    """Bytes of a device that may be used."""
+    batch_size: int
+    """The batch that was asked for, over all devices."""
+    accumulate: int | None
+    """Parts the batch must be split into; None if not even one sample per device fits."""
+    largest_batch: int
+    """Largest batch over all devices without accumulation; 0 if none fits."""
+    devices: int
+    """Number of devices."""
+    fsdp: int
+    """Devices that share one copy of the weights."""
+    parameters: int
+    """Of the policy."""
+    trainable: int
+    """Of the policy, those that train."""
+    remat: Remat
+    """The setting this was computed for."""
+    chosen: Remat | None = None
+    """The setting that computes least again and fits, where that was asked."""
+    suggestions: tuple[str, ...] = ()
+    """What would help, where the batch does not fit at once; each was computed."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on one device."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Does the batch fit, if need be in parts?"""
+        return self.accumulate is not None
+
+    def __str__(self) -> str:
+        rows = [("per device", "bytes"), *((name, gib(size)) for name, size in self.parts.items() if size >= 2**10)]
+        rows.append(("peak", gib(self.peak)))
+        head = (
+            f"{self.trainable / 1e6:,.0f} M of {self.parameters / 1e6:,.0f} M parameters train; "
+            f"batch {self.batch_size} on {self.devices} device(s), fsdp {self.fsdp}, remat {self.remat}"
+        )
+        if self.accumulate is None:
+            verdict = f"does not fit, not even in parts of one sample per device: {gib(self.usable)} may be used"
+            verdict += f"; largest batch at once: {self.largest_batch}" if self.largest_batch else ""
+        else:
+            parts = f"in {self.accumulate} parts " if self.accumulate > 1 else ""
+            verdict = f"fits {parts}({gib(self.usable)} may be used); largest batch at once: {self.largest_batch}"
+        lines = [head, *text_table(rows, "<>"), verdict]
+        if self.chosen is not None and self.chosen != self.remat:
+            lines.append(f"  or: --model.remat {self.chosen}, the setting that computes least again and fits")
+        return "\n".join([*lines, *(f"  or: {suggestion}" for suggestion in self.suggestions)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """One way to train: what `plan` was asked, and every variation it tries."""
+
+    config: RLTrainConfig
+    devices: int
+    fsdp: int
+
+    @property
+    def model(self) -> Pi0Config:
+        assert isinstance(self.config.model, Pi0Config)
+        return self.config.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """What planning needs to know of an algorithm with a model, whatever the devices."""
+
+    state: Any
+    """Shapes of the training state."""
+    batch: Any
+    """Shapes of a batch of PROBE samples."""
+    programs: tuple[tuple[Any, frozenset[int]], ...]
+    """Traces of the update, each with the token counts whose square never lies in memory."""
+
+
+def plan(
+    config: RLTrainConfig,
+    *,
+    device_gb: int | float,
+    devices: int | None = None,
+    usable_fraction: float = 0.9,
+    choose: bool = False,
+) -> Plan:
+    """Bytes per device of a training run, the largest batch that fits, and what to do where it does not.
+
+    `device_gb` is in GiB, as nvidia-smi counts; `usable_fraction` of it is XLA's. `devices` are at least `mesh.fsdp`.
+    A batch that does not fit at once is split; where that does not help, variations are tried and those that fit are
+    suggested. With `choose` it is also said which remat setting fits and computes least again.
+    """
+    setup = _Setup(config=config, devices=devices or config.mesh.fsdp, fsdp=config.mesh.fsdp)
+    _check(setup)
+    usable = int(device_gb * GIB * usable_fraction)
+    if setup.model.remat == "auto":
+        setup = _with_model(setup, remat=_choose(setup, usable) or "full")
+    found = _plan(setup, usable)
+    return replace(
+        found,
+        chosen=_choose(setup, usable) if choose else None,
+        suggestions=tuple(_suggest(setup, usable, found)),
+    )
+
+
+def with_choices(config: RLTrainConfig) -> RLTrainConfig:
+    """The configuration with `model.remat` `auto` decided for the devices that are here. Says that, and what attention
+    `auto` is.
+    """
+    model = config.model
+    if not isinstance(model, Pi0Config):
+        return config
+    fused = attention.kernel(model, model.vlm.head_dim) is not None
+    said = [f"model.attention auto: {'cudnn' if fused else 'plain'}"] if model.attention == "auto" else []
+    if said and gated.possible(model):
+        said[0] += ", and a kernel for gated products"
+    if model.remat == "auto":
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        # The limit is XLA's share of the device already. Only the attention that will be used needs to be planned for.
+        known = replace(config, model=replace(model, attention="cudnn" if fused else "plain"))
+        chosen = choose_remat(
+            known, device_gb=limit / GIB if limit else None, devices=jax.device_count(), usable_fraction=0.95
+        )
+        room = f"what fits into {limit / GIB:.0f} GiB" if limit else "memory is no concern on a CPU"
+        said.append(f"model.remat auto: {chosen} ({room})")
+        config = replace(config, model=replace(model, remat=chosen))
+    if is_main() and said:
+        print("\n".join(said))
+    return config
+
+
+def choose_remat(
+    config: RLTrainConfig, *, device_gb: int | float | None, devices: int = 1, usable_fraction: float = 0.9
+) -> Remat:
+    """The remat setting that computes least again and whose predicted peak fits; `full` if none does.
+
+    `device_gb` None means that memory is no concern, as on a CPU: then nothing is recomputed.
+    """
+    setup = _Setup(config=config, devices=devices, fsdp=config.mesh.fsdp)
+    if device_gb is None or not isinstance(config.model, Pi0Config):
+        return "none"
+    _check(setup)
+    return _choose(setup, int(device_gb * GIB * usable_fraction)) or "full"
+
+
+def _choose(setup: _Setup, usable: int) -> Remat | None:
+    parts = setup.config.agent.accumulate
+    return next((r for r in BY_SPEED if _plan(_with_model(setup, remat=r), usable).accumulate == parts), None)
+
+
+def _check(setup: _Setup) -> None:
+    if not isinstance(setup.config.model, Pi0Config):
+        raise ConfigError("the policy is an MLP over the state", hint="it fits everywhere; `plan` is for π₀")
+    if setup.devices % setup.fsdp:
+        raise ConfigError(
+            f"fsdp is {setup.fsdp} and there are {setup.devices} devices", hint="fsdp divides the number of devices"
+        )
+    if setup.config.batch_size % setup.devices:
+        raise ConfigError(
+            f"a batch of {setup.config.batch_size} over {setup.devices} devices",
+            hint="the batch is a multiple of the devices",
+        )
+
+
+def _plan(setup: _Setup, usable: int) -> Plan:
+    config, model, fsdp = setup.config, setup.model, setup.fsdp
+    essence = _essence(config)
+    whole = gated.possible(model) and setup.devices == 1
+    traced = _trace(essence, whole)
+    shapes = param_shapes(model)
+    trainable = split(shapes, trainable_mask(shapes, model, config.freeze_rule))[0]
+    state = {part.name: part.per_device for part in breakdown(traced.state, fsdp=fsdp).parts}
+    # Frozen weights are in memory once (`Step.shared`).
+    frozen = [leaf for leaf in jax.tree.leaves(traced.state.params["policy"]) if leaf.dtype == jnp.bfloat16]
+    copies = {"ema/policy", "target/policy"} if isinstance(config.agent, ACRLPDConfig) else {"ema/policy"}
+    for copy in copies & set(state):
+        state[copy] -= sum(shard_bytes(leaf, fsdp=fsdp) for leaf in frozen)
+    batch = sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(traced.batch)) / PROBE
+    gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(trainable))
+    at_once = _loads(essence, fsdp, whole)
+    in_parts = tuple(load.plus(Load(gradients)) for load in at_once)
+    share = config.batch_size // setup.devices
+    room = usable - sum(state.values())
+    splits = [n for n in range(config.agent.accumulate, share + 1) if share % n == 0]
+
+    def peak(parts: int) -> Load:
+        return max(at_once if parts == 1 else in_parts, key=lambda load: load.at(share // parts))
+
+    fitting = (n for n in splits if peak(n).at(share // n) + batch * share <= room)
+    accumulate = next(fitting, None)
+    parts = accumulate or splits[-1]
+    step = {
+        "batch": batch * share,
+        "gradients, weights at work": peak(parts).fixed,
+        "activations": peak(parts).per_sample * (share // parts),
+    }
+    return Plan(
+        parts={name: int(size) for name, size in (state | step).items()},
+        usable=usable,
+        batch_size=config.batch_size,
+        accumulate=accumulate,
+        largest_batch=_largest_batch(at_once, batch, room) * setup.devices,
+        devices=setup.devices,
+        fsdp=fsdp,
+        parameters=count(flatten(shapes).values()),
+        trainable=count(flatten(trainable).values()),
+        remat=model.remat,
+    )
+
+
+def _largest_batch(loads: tuple[Load, ...], batch: float, room: int) -> int:
+    """Samples of one device at which every moment of the step fits; 0 if none."""
+    return max(0, min(int((room - load.fixed) / (load.per_sample + batch)) for load in loads))
+
+
+def _essence(config: RLTrainConfig) -> RLTrainConfig:
+    """The configuration without what a trace does not depend on, so that variations share theirs."""
+    # Pictures are augmented long before the peak, and tracing that is a quarter of all tracing.
+    agent = replace(config.agent, accumulate=1, augment=False)
+    return replace(config, agent=agent, batch_size=1, mesh=replace(config.mesh, fsdp=1))
+
+
+@lru_cache(maxsize=32)
+def _trace(config: RLTrainConfig, whole: bool) -> _Trace:
+    from pirl.build import build_agent
+
+    model = config.model
+    assert isinstance(model, Pi0Config)
+    batch = batch_shapes(config, PROBE)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(build_agent(config).init, key)
+
+    def traced(how: Attention) -> Any:
+        agent = build_agent(replace(config, model=replace(model, attention=how)))
+        with gated.standing_in() if whole and how != "plain" else nullcontext():
+            return jax.make_jaxpr(agent.update)(state, batch, key)
+
+    programs: list[tuple[Any, frozenset[int]]] = []
+    if model.attention in ("plain", "auto"):
+        programs.append((traced("plain"), frozenset()))
+    if model.attention != "plain":
+        # jax's own kernel stands in for the GPU's, which cannot be traced without one: the same arrays, but for logits.
+        prefix = len(config.cameras) * model.tokens_per_image + model.token_len
+        programs.append((traced("xla"), frozenset({prefix, model.tokens_per_image})))
+    return _Trace(state=state, batch=batch, programs=tuple(programs))
+
+
+@lru_cache(maxsize=64)
+def _loads(config: RLTrainConfig, fsdp: int, whole: bool) -> tuple[Load, ...]:
+    programs = _trace(config, whole).programs
+    return largest(load for p, tokens in programs for load in traced_loads(p, fsdp=fsdp, fused_tokens=tokens))
+
+
+def batch_shapes(config: RLTrainConfig, size: int) -> Any:
+    """Shapes of a batch as the algorithm gets it."""
+    model, agent = config.model, config.agent
+    assert isinstance(model, Pi0Config)
+
+    def rows(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, *shape), dtype)
+
+    picture = rows(model.image_size, model.image_size, 3, dtype=jnp.uint8)
+    observations = {
+        "image": dict.fromkeys(config.cameras, picture),
+        "image_mask": dict.fromkeys(config.cameras, rows(dtype=bool)),
+        "state": rows(model.action_dim),
+        "tokenized_prompt": rows(model.token_len, dtype=jnp.int32),
+        "tokenized_prompt_mask": rows(model.token_len, dtype=bool),
+    }
+    chunks, steps, number = rows(model.horizon, model.action_dim), rows(model.horizon), rows()
+    demonstrations = {"observations": observations, "actions": chunks, "valid": steps}
+    if isinstance(agent, RIPTConfig):
+        batch = {"observations": observations, "actions": chunks, "executed": steps, "advantage": number}
+        batch |= {"weight": number, "fresh": number, "acceptance": number}
+        return batch | ({"demos": demonstrations} if agent.bc_weight else {})
+    return demonstrations | {
+        **({"next_observations": observations} if config.has_critic else {}),
+        **dict.fromkeys(("rewards", "masks", "terminals"), steps),
+        **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
+        "critic_actions": rows(config.critic_horizon, model.action_dim),
+        "length": rows(dtype=jnp.int32),
+    }
+
+
+def _suggest(setup: _Setup, usable: int, found: Plan) -> Iterator[str]:
+    """Variations that need less, those first that change the result least."""
+    if found.accumulate == setup.config.agent.accumulate:
+        return
+    tried = {name: _plan(changed, usable) for name, changed in _variations(setup)}
+    if not found.fits and not any(other.fits for other in tried.values()):
+        # None is enough alone: all that keeps the trained weights the same, and then each of the others on top of it.
+        base = replace(_without_ema(_with_model(setup, remat="full")), fsdp=setup.devices)
+        together = f"fsdp {setup.devices}, no EMA, remat full" if setup.devices > 1 else "no EMA, remat full"
+        tried[together] = _plan(base, usable)
+        tried |= {f"{name}, {together}": _plan(changed, usable) for name, changed in _variations(base)}
+    fewest = found.accumulate or math.inf
+    better = {name: other for name, other in tried.items() if (other.accumulate or math.inf) < fewest}
+    for name, other in better.items():
+        parts = f" in {other.accumulate} parts" if other.accumulate != 1 else ""
+        yield f"{name}: {gib(other.peak)} per device, fits{parts}"
+    if not better and not found.fits:
+        least = min(other.peak for other in tried.values())
+        yield f"larger or more devices, or a smaller model: the least of all that was tried is {gib(least)} per device"
+
+
+def _variations(setup: _Setup) -> Iterator[tuple[str, _Setup]]:
+    config, model = setup.config, setup.model
+    if model.remat != "full":
+        yield "remat full", _with_model(setup, remat="full")
+    for fsdp in range(setup.fsdp + 1, setup.devices + 1):
+        if setup.devices % fsdp == 0:
+            yield f"fsdp {fsdp}", replace(setup, fsdp=fsdp)
+    if config.policy_ema_decay is not None:
+        yield "no EMA", _without_ema(setup)
+    if len(config.cameras) > 1:
+        fewer = replace(config, data=replace(config.data, cameras=config.cameras[:-1]))
+        yield f"{len(config.cameras) - 1} camera(s)", replace(setup, config=fewer)
+    if config.freeze_rule in ("full", "lora"):
+        yield "VLM frozen (expert and heads train)", _frozen(setup, "vlm_frozen")
+    if config.freeze_rule != "expert_only":
+        yield "expert only", _frozen(setup, "expert_only")
+    if config.freeze_rule == "full" and not model.has_lora:
+        adapted = _with_model(setup, vlm=model.vlm.with_lora(16), expert=model.expert.with_lora(32))
+        yield "LoRA", _frozen(adapted, "lora")
+
+
+def _with_model(setup: _Setup, **changes: Any) -> _Setup:
+    return replace(setup, config=replace(setup.config, model=replace(setup.model, **changes)))
+
+
+def _frozen(setup: _Setup, rule: Any) -> _Setup:
+    return replace(setup, config=replace(setup.config, freeze=rule))
+
+
+def _without_ema(setup: _Setup) -> _Setup:
+    agent = setup.config.agent
+    bare = replace(agent, policy_ema_decay=None) if isinstance(agent, ACRLPDConfig) else replace(agent, ema_decay=None)
+    return replace(setup, config=replace(setup.config, agent=bare))

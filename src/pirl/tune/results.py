@@ -1,0 +1,71 @@
+"""What a search leaves for people: results as JSON and CSV, the best configuration, and the checkpoints to keep."""
+
+import csv
+import io
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pirl.checkpoints.run_directory import io_errors, json_text, write_text
+from pirl.config_io import write_yaml
+from pirl.tune.study import Result, Study
+
+RESULTS_FILE, TABLE_FILE, BEST_FILE = "results.json", "results.csv", "best.yaml"
+
+
+def drop_checkpoints(run: Path) -> None:
+    """Remove the steps of a run and what it collected; its metrics, pictures and configuration stay."""
+    if not run.is_dir():
+        return
+    for folder in [child for child in run.iterdir() if child.name.isdecimal() or child.name in ("replay", "rollouts")]:
+        aside = folder.with_name(f".{folder.name}.deleted")
+        with io_errors(f"{folder} cannot be removed"):
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)  # nothing half deleted has a number for a name
+            shutil.rmtree(aside)
+
+
+def described(result: Result) -> str:
+    """The result in a few words."""
+    if result.state == "done" and result.last is not None:
+        return str(result.last)
+    return f"{result.state}: {result.reason}" if result.reason else result.state
+
+
+def results_json(study: Study) -> dict[str, Any]:
+    """All results as plain data."""
+    search, best = study.search, study.best()
+    return {
+        "recipe": search.config.name,
+        "study": search.study,
+        "metric": search.metric,
+        "steps": search.config.num_train_steps,
+        "episodes": None if search.config.evaluation is None else search.config.evaluation.episodes,
+        "seed": search.config.seed,
+        "space": {path: item.to_json() for path, item in search.space.items()},
+        "best": None if best is None else best.number,
+        "trials": [result.to_json() for result in study.results()],
+    }
+
+
+def write_results(study: Study) -> None:
+    """results.json, results.csv, and the best trial as a configuration to train."""
+    search, best, folder = study.search, study.best(), study.search.folder
+    columns = ["trial", "state", search.metric, "low", "high", "step", "seconds", *search.space, "reason"]
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(columns)
+    for result in study.results():
+        last = result.last
+        measured = [None] * 4 if last is None else [last.value, last.low, last.high, last.step]
+        tried = [result.settings.get(path) for path in search.space]
+        writer.writerow([result.number, result.state, *measured, result.seconds, *tried, result.reason])
+    with io_errors(f"{folder} cannot be written to"):
+        write_text(folder / RESULTS_FILE, json_text(results_json(study)))
+        write_text(folder / TABLE_FILE, table.getvalue())
+        if best is not None:
+            config = replace(search.trial(best.number, best.settings), exp_name=f"{search.study}-best")
+            header = f"The best of {len(study.results())} trials of {search.study}: trial {best.number}, {best.last}."
+            write_yaml(folder / BEST_FILE, config, header=header, overwrite=True)

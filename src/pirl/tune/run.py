@@ -1,0 +1,320 @@
+"""A search over settings: each trial an ordinary run, in a process of its own, watched through what it writes.
+
+A process gives back all memory when it ends, however it ends, and is stopped as a person would stop it: politely, with
+a checkpoint. So nothing of one trial reaches the next, a trial that runs out of memory is one failed trial, and a
+search that is interrupted resumes the very run it was in. The searching process itself never touches a device.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from optuna.trial import Trial
+
+from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps, lock_run
+from pirl.config import RLTrainConfig
+from pirl.config_io import write_yaml
+from pirl.errors import ConfigError, PirlError
+from pirl.training.progress import Progress
+from pirl.tune.results import described, drop_checkpoints, write_results
+from pirl.tune.study import State, Study, read_evaluations
+
+POLL_SECONDS = 0.25
+PATIENCE_SECONDS = 120.0
+"""A process that was told to stop has so long to leave its checkpoint."""
+FAILURES_IN_A_ROW = 3
+"""After so many failures that the settings do not explain, something else is wrong."""
+STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
+"""How a run ends that somebody stopped."""
+
+Keep = Literal["best", "all"]
+
+
+@runtime_checkable
+class Process(Protocol):
+    """A run that goes on by itself; `subprocess.Popen` is one."""
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+
+    def send_signal(self, sig: int) -> None:
+        """Tell it something."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, when it has ended."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
+"""Starts `pirl` with words, a log file, and additions to the environment."""
+
+
+def launch(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    """`pirl` in a process of its own, all it says at the end of a file."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pirl", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class Attempt:
+    """A trial that runs."""
+
+    trial: Trial
+    config: RLTrainConfig
+    process: Process
+    log: Path
+    begin_of_log: int
+    """Its size before: what earlier attempts said."""
+    slot: int
+    """Which of the places for runs it takes."""
+    began: float
+    seen: int = 0
+    """Evaluations that have been looked at."""
+    step: int = 0
+    """The last step it has written of."""
+    pruned: str = ""
+    """Why it leads nowhere."""
+    told: bool = False
+    """To stop. Once only: a second signal would not find the handler of the first any more."""
+
+    def stop(self) -> None:
+        """Tell it to stop, with a checkpoint."""
+        if not self.told:
+            self.told = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a search ended."""
+
+    finished: bool
+    """All trials are done; False: interrupted, or out of time."""
+    interrupted: bool = False
+
+
+class Tuner:
+    """Runs the trials of a study until there are enough."""
+
+    def __init__(
+        self,
+        study: Study,
+        *,
+        trials: int,
+        jobs: int = 1,
+        timeout: float | None = None,
+        keep: Keep = "best",
+        stop: Callable[[], bool] = lambda: False,
+        on_results: Callable[[], None] = lambda: None,
+        start: Launch = launch,
+        clock: Callable[[], float] = time.monotonic,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        """`trials` counts all of the study's; after `timeout` seconds none is begun any more; `stop` is asked now and
+        then; `on_results` is called when results have been written.
+        """
+        self._study, self._search, self._trials, self._jobs, self._keep = study, study.search, trials, jobs, keep
+        self._timeout, self._stop, self._on_results = timeout, stop, on_results
+        self._start, self._clock, self._poll_seconds = start, clock, poll_seconds
+        self._active: list[Attempt] = []
+        self._interrupted = False
+        self._unexplained = 0
+
+    def run(self) -> Ending:
+        """All trials that are missing; those that were interrupted first."""
+        steps, end = self._search.config.num_train_steps, self._clock() + (self._timeout or math.inf)
+        waiting = self._study.open_trials()
+        self._write()
+        with Progress(self._search.study, self._trials * steps, start=self._finished() * steps) as self._progress:
+            try:
+                while self._fill(waiting, late=self._clock() >= end):
+                    time.sleep(self._poll_seconds)
+                    self._watch()
+                    at = self._finished() * steps + sum(one.step for one in self._active)
+                    self._progress.update(at, status=self._status())
+            finally:
+                self._leave()
+        return Ending(finished=self._finished() >= self._trials, interrupted=self._interrupted)
+
+    def _finished(self) -> int:
+        return self._study.count("done", "pruned", "failed")
+
+    def _fill(self, waiting: list[Trial], *, late: bool) -> bool:
+        """Begin what there is room for; False when nothing is left to wait for."""
+        self._interrupted |= self._stop()
+        while not (self._interrupted or late) and len(self._active) < self._jobs and self._begin(waiting):
+            pass
+        return bool(self._active)
+
+    def _watch(self) -> None:
+        """Look at every run once."""
+        self._interrupted |= self._stop()
+        for one in list(self._active):
+            if self._interrupted:
+                one.stop()
+            code = one.process.poll()  # first, so that nothing it wrote is missed
+            self._look(one)
+            if code is not None:
+                self._active.remove(one)
+                self._end(one, code)
+
+    def _begin(self, waiting: list[Trial]) -> bool:
+        """Start the next trial; False if there is none."""
+        if waiting:
+            trial = waiting.pop(0)
+        elif self._study.count() < self._trials:
+            trial = self._study.ask()
+        else:
+            return False
+        values = self._study.values(trial, at_once=self._jobs > 1)
+        self._print(f"trial {trial.number}: {', '.join(f'{path} {value}' for path, value in values.items())}")
+        try:
+            config = self._search.trial(trial.number, values)
+        except ConfigError as error:
+            self._finish(trial, "failed", f"not possible: {error.message}")
+            self._write()
+            return True
+        slot = next(place for place in range(self._jobs) if place not in [one.slot for one in self._active])
+        log = self._search.folder / f"trial-{trial.number:03d}.log"
+        words = self._words(trial.number, config)
+        self._active.append(
+            Attempt(
+                trial=trial,
+                config=config,
+                log=log,
+                begin_of_log=log.stat().st_size if log.exists() else 0,
+                process=self._start(words, log, devices(slot, self._jobs, os.environ)),
+                slot=slot,
+                began=self._clock(),
+            )
+        )
+        return True
+
+    def _words(self, number: int, config: RLTrainConfig) -> list[str]:
+        """The command that starts the run of a trial, or goes on with it."""
+        run, file = config.run_dir, self._search.folder / f"trial-{number:03d}.yaml"
+        words = ["train", str(write_yaml(file, config, overwrite=True))]
+        if not run.is_dir():
+            return words
+        lock_run(run).release()  # a run that a killed search left behind may still go on
+        if complete_steps(run):
+            return [*words, "--resume"]
+        return [*words, "--overwrite"] if (run / METADATA_FILE).exists() else words
+
+    def _look(self, one: Attempt) -> None:
+        """Report new evaluations, and stop the run where they say that it leads nowhere."""
+        found, one.step = read_evaluations(one.config.run_dir, self._search.metric)
+        for evaluated in found[one.seen :]:
+            if one.pruned:
+                break  # what a run that was told to stop still finds out depends on chance
+            one.seen += 1
+            self._study.report(one.trial, evaluated)
+            if evaluated.step < one.config.num_train_steps:
+                one.pruned = self._study.hopeless(one.trial, evaluated)
+        if one.pruned:
+            one.stop()
+
+    def _end(self, one: Attempt, code: int) -> None:
+        """Note what became of a run."""
+        self._study.spend(one.trial, self._clock() - one.began)
+        if one.pruned:
+            self._finish(one.trial, "pruned", one.pruned)
+        elif code == 0 and one.seen:
+            self._finish(one.trial, "done")
+            self._unexplained = 0
+        elif code in STOPPED:
+            self._interrupted = True  # whoever did it meant all of them
+        else:
+            self._fail(one, code)
+        self._write()
+
+    def _fail(self, one: Attempt, code: int) -> None:
+        """A failure is a result, unless it is not of the settings' making: then every trial would fail."""
+        reason, explained = explain(code, _tail(one.log, one.begin_of_log))
+        self._unexplained = 0 if explained else self._unexplained + 1
+        hint = f"all it said is in {one.log}; once that is mended, the same command goes on"
+        if not explained and not self._study.count("done", "pruned"):
+            raise PirlError(f"trial {one.trial.number} failed: {reason}", hint=hint)  # it stays open, to be repeated
+        self._finish(one.trial, "failed", reason)
+        if self._unexplained >= FAILURES_IN_A_ROW:
+            self._write()
+            raise PirlError(f"{self._unexplained} trials in a row failed, the last one: {reason}", hint=hint)
+
+    def _leave(self) -> None:
+        """Stop what still runs when an error ends the search: politely, and who does not listen, at once."""
+        for one in self._active:
+            one.stop()
+        for one in self._active:
+            try:
+                one.process.wait(PATIENCE_SECONDS)
+            except BaseException as error:
+                one.process.kill()
+                one.process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+            self._study.spend(one.trial, self._clock() - one.began)
+
+    def _write(self) -> None:
+        """Everything that is known now, and of checkpoints only those that are to stay."""
+        write_results(self._study)
+        if self._keep == "best":
+            best = self._study.best()
+            for result in self._study.results():
+                if result.state != "open" and (best is None or result.number != best.number):
+                    drop_checkpoints(Path(result.run))
+        self._on_results()
+
+    def _finish(self, trial: Trial, state: State, reason: str = "") -> None:
+        self._print(f"trial {trial.number}: {described(self._study.finish(trial, state, reason))}")
+
+    def _print(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _status(self) -> str:
+        best = self._study.best()
+        told = [f"trial {one.trial.number} at step {one.step}" for one in self._active]
+        return ", ".join(told + ([f"best {best.last} in trial {best.number}"] if best else []))
+
+
+def explain(code: int, said: str) -> tuple[str, bool]:
+    """Why a run failed, by the last it said, and whether its settings may be the reason."""
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("  hint:")]
+    errors = [line for line in lines if line.startswith(("error: ", "internal error: "))]
+    reason = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")[:300]
+    if "RESOURCE_EXHAUSTED" in reason or "out of memory" in reason.lower():
+        return f"out of memory: {reason}", True
+    if code == -signal.SIGKILL:
+        return "killed, probably out of memory", True
+    return reason, reason.startswith("training diverged")
+
+
+def devices(slot: int, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What a run of several at once sees of the GPUs, where it was said which there are and there are enough."""
+    named = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(named[slot::jobs])} if 1 < jobs <= len(named) else {}
+
+
+def _tail(log: Path, begin: int, most: int = 20_000) -> str:
+    """The end of a file, from its place `begin` at the earliest."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(begin, log.stat().st_size - most))
+        return file.read().decode("utf-8", "replace")
