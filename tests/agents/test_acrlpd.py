@@ -295,6 +295,34 @@ def test_warm_up_is_behaviour_cloning(actor: str):
     assert same(first.params["critic"], last.params["critic"])
 
 
+def test_q_chunkings_own_actor_clones_at_uniform_flow_times():
+    """`best_of_n` takes the step of plain cloning, with flow times drawn the way `flow_times` says."""
+    agent, batch = make("best_of_n", flow_times="uniform"), make_batch()
+    state = make_state(agent)
+    _, noise, time, *_ = jax.random.split(KEY, 6)
+    draws = flow.draw(noise, time, batch["actions"], DRAWS, "uniform")
+    inputs = (Observation.from_dict(batch["observations"]), batch["actions"], batch["valid"])
+    policy = state.params["policy"]
+    grads = jax.jit(jax.grad(lambda p: agent.bc_loss(p, *inputs, draws)))(policy)
+    cloned, _ = agent.policy_learner.step(policy, grads, state.opt["policy"])
+    close(updating(agent)(state, batch, KEY)[0].params["policy"], cloned, rtol=1e-5, atol=1e-6)
+
+
+def test_targets_leave_the_range_of_returns_where_they_may():
+    """Unclipped, y is the reward sum and the discounted value, however large; clipped, the largest possible return."""
+    batch = make_batch() | {"reward_sum": jnp.full(SIZE, 50.0)}
+    found = {}
+    for clip in (True, False):
+        agent = make("best_of_n", clip_targets=clip)
+        state = make_state(agent)
+        noise = jnp.zeros((SIZE, agent.config.num_action_samples, HORIZON, DIM))
+        successor = agent.successor(state.policy, Observation.from_dict(batch["next_observations"]), noise)
+        critic = state.params["critic"]
+        found[clip], _ = agent.target(critic, state.target["critic"], successor, batch, KEY)
+    np.testing.assert_allclose(found[True], 1.0)
+    assert float(found[False].min()) > 40
+
+
 def test_dropout_is_the_critics_alone():
     """Neither candidates, advantages nor temperature see it: only the loss of the critic's own prediction."""
     dense, sparse = make("awr"), make("awr", dropout=0.5)

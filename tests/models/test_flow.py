@@ -49,6 +49,8 @@ def test_draws_have_openpis_distribution(batch):
     quantiles = [(draws.time < 0.001 + 0.999 * q).mean() for q in (0.1, 0.3, 0.5, 0.9)]
     np.testing.assert_allclose(quantiles, [q**1.5 for q in (0.1, 0.3, 0.5, 0.9)], atol=0.01)
     np.testing.assert_allclose([draws.noise.mean(), draws.noise.std()], [0, 1], atol=0.01)
+    uniform = flow.draw(jax.random.key(1), jax.random.key(2), actions, 4000, "uniform").time
+    np.testing.assert_allclose([(uniform < q).mean() for q in (0.1, 0.5, 0.9)], [0.1, 0.5, 0.9], atol=0.01)
 
 
 @settings(max_examples=30, deadline=None)

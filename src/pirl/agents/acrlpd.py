@@ -8,6 +8,7 @@ its keys and values the N candidates and the flow loss. Candidates are chosen by
 target critic. β follows the advantages so that the weights keep a given effective sample size.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -135,9 +136,8 @@ class ACRLPD:
         value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
         value = ob.aggregate(value, self.config.q_aggregation, key)
         bootstrap = 1 - batch["next_terminal"]
-        y = ob.td_target(
-            batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *self.value_range
-        )
+        bounds = self.value_range if self.config.clip_targets else (-math.inf, math.inf)
+        y = ob.td_target(batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *bounds)
         return y, choice.max(1) - choice.mean(1)
 
     def critic_loss(
@@ -283,7 +283,7 @@ class ACRLPD:
             actions=actions,
             critic_actions=batch["critic_actions"],
             valid=batch["valid"],
-            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws),
+            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times),
             candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
         )
         return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))

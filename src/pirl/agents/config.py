@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pirl.errors import ConfigError, PirlWarning
+from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
 
 Actor = Literal["awr", "distill", "best_of_n"]
@@ -81,6 +82,10 @@ class ACRLPDConfig:
     """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0 is off."""
     flow_draws: int = 1
     """Points of the flow per chunk and step."""
+    flow_times: FlowTimes = "beta"
+    """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
+    clip_targets: bool = True
+    """Clip targets to the returns that the rewards allow. Q-chunking does not; `hl_gauss` clips in any case."""
     augment: bool = True
     """Augment pictures; both observations of a chunk alike."""
     policy_ema_decay: float | None = 0.999

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from pirl.models.config import FlowTimes
 from pirl.models.params import Params
 from pirl.models.policy import FlowPolicy, Preparing
 
@@ -26,13 +27,17 @@ class Draws(NamedTuple):
     time: Float[Array, "B N"]
 
 
-def draw(noise_key: Array, time_key: Array, actions: Float[Array, "B H A"], num: int = 1) -> Draws:
-    """Noise and time for `num` points of the flow per chunk; times are Beta(1.5, 1), denser near the noise end.
+def draw(
+    noise_key: Array, time_key: Array, actions: Float[Array, "B H A"], num: int = 1, times: FlowTimes = "beta"
+) -> Draws:
+    """Noise and time for `num` points of the flow per chunk; times by default are denser near the noise end.
 
     Beta(α, 1) is U^(1/α). jax.random.beta draws it by rejection, in loops for which a GPU has to ask its host.
     """
     batch, horizon, dim = actions.shape
-    time = jax.random.uniform(time_key, (batch, num)) ** (1 / 1.5) * 0.999 + 0.001
+    time = jax.random.uniform(time_key, (batch, num))
+    if times == "beta":
+        time = time ** (1 / 1.5) * 0.999 + 0.001
     return Draws(jax.random.normal(noise_key, (batch, num, horizon, dim)), time)
 
 
