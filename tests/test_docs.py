@@ -132,9 +132,11 @@ def test_commands_that_do_not_exist_are_noticed(capsys: pytest.CaptureFixture[st
 
 
 def anchors(page: Path) -> set[str]:
-    """Headings as GitHub links to them."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Headings as GitHub links to them, and places that are named."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([\w-]+)"></a>', text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=of_page)
@@ -281,6 +283,16 @@ def test_other_examples_are_python() -> None:
             compile(code, of_page(page), "exec")
             imports = [line for line in code.splitlines() if re.match(r"(from|import) ", line)]
             exec("\n".join(imports), {})
+
+
+def test_success_rates_agree() -> None:
+    """Rates with three digits in short tables stand in the full one."""
+    rates = re.compile(r"(?<![\d.])0\.\d{3}(?!\d| s| %)")
+    table = set(rates.findall((ROOT / "docs/status.md").read_text().partition("## Features")[0]))
+    for page in (ROOT / "README.md", ROOT / "README.zh-CN.md"):
+        shown = set(rates.findall(page.read_text().partition("jax 0.10.2")[0]))
+        assert len(shown) > 15
+        assert shown <= table, of_page(page)
 
 
 def test_no_page_names_a_machine() -> None:

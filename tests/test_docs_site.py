@@ -11,17 +11,28 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = {path.name for path in (ROOT / "docs").glob("*.md")}
+ENGLISH = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.endswith(".zh.md")}
+CHINESE = {path.name for path in (ROOT / "docs").glob("*.zh.md")}
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs/generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("generate")
+
+
+@pytest.fixture(scope="module")
+def translations() -> ModuleType:
+    return script("translations")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.html")}
+    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.rglob("*.html")}
 
 
 def test_generated_pages_are_what_the_code_says(generate: ModuleType) -> None:
@@ -67,16 +78,38 @@ def test_the_reference_shows_what_argparse_knows(generate: ModuleType) -> None:
 
 def test_the_navigation_lists_every_page_once() -> None:
     listed = re.findall(r"^ +- .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(PAGES)
+    assert sorted(listed) == sorted(ENGLISH)
 
 
-def test_the_overview_links_every_page() -> None:
-    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs/index.md").read_text()))
-    assert linked == PAGES - {"index.md"}
+def test_the_site_has_every_page_in_both_languages(site: dict[str, str]) -> None:
+    pages = {name.replace(".md", ".html") for name in ENGLISH}
+    assert pages | {f"zh/{name}" for name in pages} <= set(site)
+    for name in CHINESE:
+        page = name.replace(".zh.md", ".html")
+        assert f'href="zh/{page}" hreflang="zh"' in site[page]
+        assert re.search(r"<h1[^>]*>[^<]*[\u4e00-\u9fff]", site[f"zh/{page}"]), name
 
 
-def test_the_site_has_every_page(site: dict[str, str]) -> None:
-    assert {name.replace(".md", ".html") for name in PAGES} <= set(site)
+def test_translations_say_what_their_originals_say(translations: ModuleType) -> None:
+    assert not translations.check()
+
+
+def test_a_page_that_falls_behind_is_noticed(translations: ModuleType, tmp_path: Path) -> None:
+    english, chinese = tmp_path / "a.md", tmp_path / "a.zh.md"
+    english.write_text("# A\n\nIt takes 52 s.\n\n```bash\npirl doctor    # look\n```\n\n* `seed`\n* [b](b.md)\n")
+    same = "# 甲\n\n需要 52 秒。\n\n```bash\npirl doctor    # 看\n```\n\n* `seed`\n* [乙](b.md)\n"
+    chinese.write_text(same)
+    assert not translations.behind(english, chinese)
+    for old, new, told in (
+        ("52", "36", "lacks 52"),
+        ("pirl doctor", "pirl plan", "lacks pirl doctor"),
+        ("`seed`", "`steps`", "lacks seed"),
+        ("* [乙](b.md)\n", "", "lacks b.md"),
+        ("需要", "一\n\n需要", "2 paragraph"),
+        ("# 甲", "# 甲\n\n## 乙", "other headings"),
+    ):
+        chinese.write_text(same.replace(old, new))
+        assert told in "\n".join(translations.behind(english, chinese))
 
 
 def test_the_site_asks_nothing_of_any_other_place(site: dict[str, str]) -> None:

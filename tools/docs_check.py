@@ -264,7 +264,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=workers, metavar="N", help=f"pages at a time ({workers})")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this folder, and leave it there")
     args = parser.parse_args()
-    found = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    # Translated pages have their originals' commands: docs/translations.py.
+    english = (path for path in sorted((ROOT / "docs").glob("*.md")) if not path.name.endswith(".zh.md"))
+    found = [*sorted(ROOT.glob("README*.md")), *english]
     pages = args.pages or [path.relative_to(ROOT).as_posix() for path in found]
     with tempfile.TemporaryDirectory() as temporary:
         check = Check(args.keep or Path(temporary))

@@ -106,7 +106,7 @@ def test_what_is_run_is_small(check: ModuleType, tmp_path: Path, command: str, r
 
 
 def test_pages_have_their_commands(check: ModuleType) -> None:
-    assert "pirl doctor" in check.commands("README.md")
+    assert "pirl inspect data recordings/fold_box" in check.commands("README.md")
     assert "pirl inspect data demos/tabletop" in check.commands("docs/quickstart.md")  # in a list
     assert any("GymEnv(" in block for block in check.commands("docs/environments.md"))
     assert not any("import" in block for block in check.commands("docs/extending.md"))  # which another test runs
