@@ -1,8 +1,8 @@
-"""One configuration for a whole run: what is trained, how, on which data, and where it goes. No jax here.
+"""The configuration of a whole run: model, algorithm, data, output. No jax here.
 
-Every package says in its own `config.py` what it can be told; this module only puts those together and checks what no
-package can see alone. Values that follow from others are properties, so that an override (`--model.pi05`) changes all
-that hangs on it. Reading and writing files is `config_io`, named configurations are in `recipes`.
+Each package defines its own settings in its `config.py`; this module combines them and checks them against each other.
+Derived values are properties, so overrides (`--model.pi05`) propagate. `config_io` reads and writes files, `recipes`
+holds named configurations.
 """
 
 import re
@@ -30,27 +30,27 @@ from pirl.training.config import (
 )
 
 SinkName = Literal["wandb", "trackio", "tensorboard"]
-"""Services that take metrics, beside the console and the files that are always written."""
+"""Services that receive metrics, in addition to the console and the files in the run folder."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
 _REWARDS = {"sparse_success": (0, 1), "step_penalty": (-1, 0)}
-"""Smallest and largest reward of the outcomes that are declared; recorded rewards may be anything."""
+"""Reward range of each declared outcome rule; recorded rewards may be anything."""
 _VOCABULARY = {"paligemma": 257_152, "byte": 259, "word": 512}
-"""Token ids a tokenizer may give; of one's own file the size is not known here."""
+"""Vocabulary sizes; that of a tokenizer file is not known here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:
-    """When to stop because nothing gets better any more."""
+    """Early stopping."""
 
     metric: str = "eval/success_rate"
-    """Name of the metric that is watched, each time it is measured."""
+    """Metric to watch."""
     patience: int = 10
-    """Measurements without a better value before the run stops."""
+    """Measurements without improvement before the run stops."""
     min_delta: float = 0.001
-    """A value is better if it is better by more than this."""
+    """Smallest change that counts as an improvement."""
     mode: Literal["max", "min"] = "max"
-    """Is more better, or less?"""
+    """Whether to maximise or minimise the metric."""
 
     def __post_init__(self) -> None:
         if self.patience < 1 or not self.min_delta >= 0:
@@ -62,18 +62,18 @@ class EarlyStop:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
-    """What is watched while a run trains; each thing is said once."""
+    """Health checks during training; each alarm is raised once."""
 
     enabled: bool = True
-    """Watch at all?"""
+    """Run the checks."""
     stop: bool = False
-    """Stop the run, with its last checkpoint kept, instead of only saying so."""
+    """Stop the run at an alarm instead of only warning. The last checkpoint stays."""
     patience: int = 5
-    """Records in a row that must look wrong."""
+    """Consecutive bad records before an alarm."""
     hang_seconds: float = 300.0
-    """A step that takes longer than this, and twenty times longer than usual, hangs."""
+    """Report a hang when a step takes longer than this and twenty times longer than usual."""
     disk_gib: float = 2.0
-    """Less free space than this is said."""
+    """Warn below this much free disk, in GiB."""
 
     def __post_init__(self) -> None:
         if self.patience < 1 or not self.hang_seconds > 0 or not self.disk_gib >= 0:
@@ -88,63 +88,63 @@ class RLTrainConfig:
     """A training run."""
 
     name: str
-    """Name of the recipe; the first folder of the run."""
+    """Recipe name, the first part of the run folder."""
     exp_name: str = "run"
-    """Name of this run; its folder is <checkpoint.base_dir>/<name>/<exp_name>."""
+    """Run name; the run folder is <checkpoint.base_dir>/<name>/<exp_name>."""
     model: Pi0Config | MLPFlowConfig
     """The policy."""
     agent: BCConfig | ACRLPDConfig | RIPTConfig
     """The algorithm."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The critic of algorithms that have one."""
+    """The critic, for algorithms that use one."""
     freeze: FreezeRule | None = None
     """Which weights train. full: all. lora: adapters, vision tower and heads. vlm_frozen: action expert and heads.
-    expert_only: the expert's transformer. None: lora for a model with adapters, else full, as OpenPI does."""
+    expert_only: the expert's transformer. None: lora for models with adapters, otherwise full (as in OpenPI)."""
     init_weights: str | None = None
-    """Weights to start from: OpenPI's checkpoints, its PyTorch files or PaliGemma's .npz, at a path, gs:// or hf://
-    address. None starts from nothing."""
+    """Initial weights: an OpenPI checkpoint, its PyTorch port or PaliGemma's .npz; a path, gs:// or hf:// address.
+    None: random initialisation."""
     data: DataConfig
-    """The datasets, and how chunks are cut from them."""
+    """Datasets and how to cut chunks from them."""
     env: EnvConfig | None = None
-    """The environment, for algorithms that act and for evaluation."""
+    """The environment for rollouts and evaluation."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How episodes are collected."""
     online: OnlineConfig | None = None
-    """ACRLPD: also collect episodes with the policy as it learns; None trains on the datasets alone."""
+    """ACRLPD: also collect episodes with the current policy. None: offline training."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """RIPT: which initial states are practised."""
+    """RIPT: how to choose initial states."""
     evaluation: EvalConfig | None = None
-    """Evaluate in the environment now and then; None does not."""
+    """Periodic evaluation in the environment. None: no evaluation."""
     policy_optimizer: Optimizer = field(default_factory=AdamW)
-    """How the policy's gradients become updates."""
+    """The policy's optimizer."""
     policy_schedule: Schedule = field(default_factory=CosineSchedule)
-    """The policy's learning rate over the steps."""
+    """The policy's learning-rate schedule."""
     critic_optimizer: Optimizer = field(default_factory=lambda: AdamW(b2=0.999, weight_decay=1e-4))
-    """How the critic's gradients become updates."""
+    """The critic's optimizer."""
     critic_schedule: Schedule = field(default_factory=ConstantSchedule)
-    """The critic's learning rate over the steps."""
+    """The critic's learning-rate schedule."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How the devices share the work."""
+    """The device mesh."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Where checkpoints go, how often, and which ones stay."""
+    """Where and how often to save, and which steps to keep."""
     batch_size: int = 32
-    """Chunks per step, over all devices and hosts."""
+    """Chunks per step, across all devices and hosts."""
     num_train_steps: int = 30_000
-    """Updates of the policy; for RIPT iterations: collect groups of rollouts, then learn from them."""
+    """Policy updates; for RIPT, iterations of collecting rollout groups and learning from them."""
     log_interval: int = 100
-    """Steps between lines of metrics."""
+    """Steps between log lines."""
     seed: int = 42
-    """Decides fresh weights, noise, augmentation and dropout; `data.seed` decides the batches."""
+    """Seed of initial weights, noise, augmentation and dropout. `data.seed` determines the batches."""
     sinks: tuple[SinkName, ...] = ()
-    """Services that get the metrics as well. One that is missing or offline never fails a run."""
+    """Services that also receive the metrics. A missing or offline service never fails a run."""
     early_stop: EarlyStop | None = None
-    """Stop when a metric gets no better; None trains all steps."""
+    """Early stopping. None: train all steps."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    """Notices stalls, dead gradients, collapsing success, growing memory and a filling disk."""
+    """Warns about stalls, dead gradients, collapsing success, growing memory and a full disk."""
     debug_nans: bool = False
-    """Stop at the operation that made the first NaN (jax_debug_nans). Slow."""
+    """Stop at the operation that produces the first NaN (jax_debug_nans). Slow."""
     log_memory: bool = False
-    """Log device memory after loading, compiling and the first steps, and what of it is the training state."""
+    """Log device memory after loading, compilation and the first steps, and the training state's share."""
 
     def __post_init__(self) -> None:
         for what, value in (("name", self.name), ("exp_name", self.exp_name)):
@@ -165,7 +165,7 @@ class RLTrainConfig:
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run: checkpoints by step, metrics, this configuration."""
+        """The run folder: checkpoints by step, metrics, configuration."""
         return Path(self.checkpoint.base_dir).expanduser() / self.name / self.exp_name
 
     @property
@@ -180,27 +180,27 @@ class RLTrainConfig:
 
     @property
     def has_critic(self) -> bool:
-        """Does the algorithm learn values? Then batches carry next observations."""
+        """Whether the algorithm learns values; its batches then carry next observations."""
         return isinstance(self.agent, ACRLPDConfig)
 
     @property
     def discount(self) -> float:
-        """Per environment step; an algorithm without values does not look at it."""
+        """Discount per environment step; unused by algorithms without values."""
         return self.agent.discount if isinstance(self.agent, ACRLPDConfig) else 0.99
 
     @property
     def policy_ema_decay(self) -> float | None:
-        """Decay of the policy's average, None where there is none."""
+        """Decay of the policy's EMA, or None."""
         return self.agent.policy_ema_decay if isinstance(self.agent, ACRLPDConfig) else self.agent.ema_decay
 
     @property
     def acts(self) -> bool:
-        """Does the algorithm collect episodes by itself?"""
+        """Whether the algorithm collects episodes."""
         return isinstance(self.agent, RIPTConfig) or self.online is not None
 
     @property
     def execute(self) -> int:
-        """Steps of a chunk that are executed before the policy looks again."""
+        """Steps of a chunk to execute before replanning."""
         return self.critic_horizon if self.rollout.execute is None else self.rollout.execute
 
     @property
@@ -212,7 +212,7 @@ class RLTrainConfig:
 
     @property
     def robot(self) -> Robot:
-        """Whose data it is."""
+        """The robot that recorded the data."""
         return get_robot(self.data.robot)
 
     @property
@@ -223,31 +223,31 @@ class RLTrainConfig:
 
     @property
     def real_action_dim(self) -> int:
-        """Action dimensions the robot has; the model's others are padding."""
+        """The robot's action dimensions; the model pads the rest."""
         return self.robot.action_dim
 
     @property
     def state_dim(self) -> int:
-        """Size of the state the model is fed."""
+        """State size at the model's input."""
         return self.model.action_dim if isinstance(self.model, Pi0Config) else self.model.state_dim
 
     @property
     def token_len(self) -> int:
-        """Prompt tokens the model is fed; 0 if it reads none."""
+        """Prompt tokens at the model's input; 0 without a prompt."""
         return self.model.token_len if isinstance(self.model, Pi0Config) else 0
 
     @property
     def quantile_norm(self) -> bool:
-        """Normalise by quantiles, as π₀.₅, instead of mean and standard deviation, as π₀?"""
+        """Whether to normalise by quantiles (π₀.₅) instead of mean and standard deviation (π₀)."""
         return isinstance(self.model, Pi0Config) and self.model.pi05
 
     @property
     def discrete_state(self) -> bool:
-        """Is the state written into the prompt?"""
+        """Whether the prompt contains the state."""
         return isinstance(self.model, Pi0Config) and self.model.discrete_state
 
     def _policy_problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong between the model and its weights."""
+        """Conflicts between the model and its weights."""
         model = self.model
         if isinstance(model, MLPFlowConfig):
             if self.freeze_rule != "full":
@@ -267,7 +267,7 @@ class RLTrainConfig:
             yield "π₀.₅ reads the state in its prompt, and data.tokenizer is 'none'", "name a tokenizer"
 
     def _data_problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong between the robot, its data, the model and the algorithm."""
+        """Conflicts between robot, data, model and algorithm."""
         robot, model = self.robot, self.model
         for what, size, room in (
             ("state", robot.state_dim, self.state_dim),

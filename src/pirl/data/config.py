@@ -1,4 +1,4 @@
-"""What the data layer can be told. No jax here."""
+"""Settings of the data layer. No jax here."""
 
 import math
 from dataclasses import dataclass
@@ -7,82 +7,82 @@ from typing import Literal
 from pirl.errors import ConfigError
 
 Boundary = Literal["pad", "drop"]
-"""What the critic learns where an episode ends inside a chunk: from the part that happened, or nothing."""
+"""Where an episode ends inside a chunk, the critic learns from the executed part (`pad`) or skips it (`drop`)."""
 Tier = Literal["auto", "ram", "disk", "pool"]
-"""`ram`: everything decoded into memory. `disk`: memory-mapped files, kept for the next run. `pool`: decoded when asked
-for, the most recent kept. `auto`: chosen by the size of the frames, the memory and the disk."""
+"""`ram`: decode everything into memory. `disk`: memory-mapped files, reused by the next run. `pool`: decode on demand,
+keep the most recent. `auto`: choose by frame size, memory and disk."""
 Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
-"""`columns`: what the dataset recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 for
-every step, 0 at success. `auto`: the columns where there are some, else an error: nobody can guess an outcome."""
+"""`columns`: as recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 per step, 0 at
+success. `auto`: the recorded columns; an error if there are none, because outcomes cannot be guessed."""
 Failure = Literal["auto", "terminal", "timeout"]
-"""What a labelled failure means where `next.truncated` does not say. `terminal`: the task is lost, and the last actions
-are worth the failure reward alone. `timeout`: the recording stopped, something might still have been won. `auto`:
-terminal, unless steps cost something and failing does not, where failing early would pay."""
+"""Meaning of a labelled failure without `next.truncated`. `terminal`: the task is lost, and the last actions are worth
+the failure reward alone. `timeout`: the recording stopped, the task could still have succeeded. `auto`: terminal,
+unless steps cost something and failing does not, because failing early would then pay."""
 Imitated = Literal["successes", "plans", "all"]
-"""Of the policy's own episodes. `all`: chunks from any step on, also of two plans' parts. `plans`: only what was
-planned as one chunk. `successes`: plans of episodes that did not fail. The rest teaches a policy to fail as it does."""
+"""Which chunks of the policy's own episodes to imitate. `all`: from any step, also across two plans. `plans`: only
+chunks planned as one. `successes`: plans from episodes that did not fail. The rest teaches it to repeat failures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which datasets, how they are held in memory, and how Q-chunks are cut from them."""
+    """Datasets, frame cache, Q-chunks and replay buffer."""
 
     repo_ids: tuple[str, ...] = ()
-    """LeRobot datasets: names on the hub, or local folders."""
+    """LeRobot datasets: hub names or local folders."""
     weights: tuple[float, ...] | None = None
-    """Share of the samples each dataset gives, relative to the others; None: equal shares."""
+    """Relative sampling weight of each dataset. None: equal."""
     robot: str = "aloha"
-    """Whose joints, grippers and cameras these are: picks the transforms between its units and the model's. A name of
-    `data.robots`, or `module:NAME` for one of one's own."""
+    """The robot, which selects the transforms between its units and the model's: a name in `data.robots`, or
+    `module:NAME` for your own."""
     cameras: tuple[str, ...] | None = None
-    """OpenPI camera slots to read; None: all the robot has. Cameras left out cost nothing, not even masked tokens."""
+    """OpenPI camera slots to read. None: all of the robot's. Omitted cameras cost nothing, not even masked tokens."""
     assets_dir: str = "assets"
-    """Folder of normalisation statistics, as OpenPI lays it out: <assets_dir>/<asset_id>/norm_stats.json."""
+    """Folder of normalisation statistics in OpenPI's layout: <assets_dir>/<asset_id>/norm_stats.json."""
     asset_id: str | None = None
-    """Whose statistics to use; None: the first dataset's repo id, or the name of its folder."""
+    """Which statistics to use. None: the first dataset's repo id or folder name."""
     tokenizer: str = "paligemma"
-    """paligemma (π₀'s own), byte or word (a token for each; need no file, for models trained from nothing), none (no
-    instruction), or a path."""
+    """paligemma (π₀'s), byte or word (no file needed, for models trained from scratch), none (no instruction), or a
+    path."""
     cache: Tier = "auto"
-    """Where decoded frames live: all in memory, all on disk (mapped), or a rotating memory pool; auto: what fits."""
+    """Where decoded frames live: in memory, memory-mapped on disk, or in a rotating memory pool. auto: what fits."""
     cache_dir: str | None = None
-    """Folder of the frames on disk; None: below pirl's home."""
+    """Folder of the disk cache. None: inside PIRL_HOME."""
     exact_resize: bool = False
-    """Resize with Pillow, bit for bit as OpenPI does, instead of the decoder (twice as fast, 0.2 grey levels off)."""
+    """Resize with Pillow, bit-identical to OpenPI, instead of the decoder (twice as fast, 0.2 grey levels off)."""
     outcome: Rule = "auto"
-    """Rewards and ends: as recorded (columns), 1 at success (sparse_success), or -1 a step and 0 at success
-    (step_penalty); auto: as recorded, else an error."""
+    """Rewards and terminations: as recorded (columns), 1 at success (sparse_success), or -1 per step and 0 at success
+    (step_penalty). auto: as recorded, otherwise an error."""
     success_file: str | None = None
-    """JSON that says which episodes of the one dataset succeeded, for sparse_success and step_penalty."""
+    """JSON file of successful episodes of the one dataset, for sparse_success and step_penalty."""
     failure: Failure = "auto"
-    """What a labelled failure means: the task is lost (terminal), or the recording stopped (timeout). `auto`: terminal,
-    but timeout where steps cost something and `failure_reward` is 0. Unlabelled episodes are never failures."""
+    """Meaning of a labelled failure: the task is lost (terminal) or the recording stopped (timeout). auto: terminal,
+    but timeout if steps cost something and `failure_reward` is 0. Unlabelled episodes never count as failures."""
     failure_reward: float = 0.0
-    """Added to the last reward of a failure that is terminal: 0, or a negative number."""
+    """Added to the last reward of a terminal failure: 0 or negative."""
     successes_only: bool = False
-    """Leave out episodes that did not succeed: filtered imitation, the baseline that RL has to beat."""
+    """Train only on successful episodes: filtered imitation, the baseline for RL."""
     boundary: Boundary = "pad"
-    """What the critic learns where an episode ends in a chunk: from the part that happened (pad), or nothing (drop)."""
+    """Where an episode ends inside a chunk, the critic learns from the executed part (pad) or skips it (drop)."""
     critic_horizon: int | None = None
-    """Steps the critic scores, the number that is executed before looking again; None: the whole chunk."""
+    """Steps the critic scores, usually the steps executed before replanning. None: the whole chunk."""
     episodes_per_memory_pool: int | None = 64
-    """Episodes decoded at a time where frames are not all at hand (`cache = pool`); twice as many are in memory."""
+    """Episodes per memory pool (cache pool); memory holds twice as many."""
     steps_per_memory_pool: int = 500
     """Batches drawn from one memory pool before the next takes over."""
     balance: bool = False
-    """Draw successes and failures equally often. Biases the critic: an even chance is not the policy's chance."""
+    """Sample successes and failures equally often. Biases the critic towards a success rate of one half."""
     online_fraction: float = 0.5
-    """Share of a batch that comes from the replay buffer, once it holds something (RLPD: half)."""
+    """Share of each batch from the replay buffer, once it has data (RLPD: half)."""
     online_imitated: Imitated = "successes"
-    """Which chunks of the replay buffer the actor imitates; the critic learns from all."""
+    """Which replay chunks the actor imitates. The critic learns from all."""
     replay_episodes: int = 1000
-    """The replay buffer forgets the oldest episodes beyond this many."""
+    """Capacity of the replay buffer, in episodes."""
     replay_gb: float = 16.0
-    """The replay buffer forgets the oldest episodes beyond this many gigabytes (10⁹ bytes)."""
+    """Capacity of the replay buffer, in gigabytes (10⁹ bytes)."""
     prefetch: int = 2
-    """Batches ready and waiting, prepared by a thread; 0 prepares each when it is asked for."""
+    """Batches prepared ahead in a thread. 0: prepare on demand."""
     seed: int = 0
-    """Decides every draw: batch k depends on the seed and k alone."""
+    """Seed of all sampling: batch k depends only on the seed and k."""
 
     def __post_init__(self) -> None:
         def refuse(problem: str, hint: str) -> None:

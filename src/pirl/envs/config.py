@@ -1,4 +1,4 @@
-"""Which environment, and how it is set up: one dataclass per simulator. No simulator is imported here."""
+"""Settings of the environments, one dataclass per simulator. Imports no simulator."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,16 +13,16 @@ right."""
 
 @dataclass(frozen=True, kw_only=True)
 class TabletopConfig:
-    """The embedded tabletop (`envs.tabletop`): NumPy only, thousands of steps per second with pictures."""
+    """The embedded tabletop (`envs.tabletop`): NumPy only, thousands of steps per second with images."""
 
     level: TabletopLevel = "easy"
-    """How hard it is."""
+    """Difficulty."""
     image_size: int = 24
-    """Height and width of the pictures."""
+    """Height and width of the images."""
     wrist_camera: bool = False
     """Also render a camera that moves with the gripper."""
     max_steps: int | None = None
-    """Steps of an episode; None: the level's own."""
+    """Episode length in steps. None: the level's default."""
 
     def __post_init__(self) -> None:
         if self.image_size < 8 or (self.max_steps is not None and self.max_steps < 1):
@@ -43,15 +43,15 @@ class AlohaConfig:
     task: Literal["transfer", "insertion"] = "transfer"
     """Hand a cube from arm to arm, or insert a peg into a socket."""
     cameras: tuple[AlohaCamera, ...] = ("top",)
-    """Which are rendered; OpenPI's evaluation has `top` alone."""
+    """Cameras to render; OpenPI's evaluation uses `top` alone."""
     render_size: tuple[int, int] = (168, 224)
-    """Height and width of the pictures. 480x640 is gym-aloha's own; 168x224 has its proportions and costs less."""
+    """Height and width of the images. gym-aloha renders 480x640; 168x224 has the same aspect ratio and costs less."""
     fast_render: bool = False
     """No shadows, reflections or multisampling: ten times faster, but not what released checkpoints were trained on."""
     staged_reward: bool = False
     """Reward each step with the stage reached (grasped, lifted, ...), from 0 to 1, instead of success alone."""
     max_steps: int = 300
-    """Steps of an episode, as in OpenPI's evaluation."""
+    """Episode length in steps, as in OpenPI's evaluation."""
 
     def __post_init__(self) -> None:
         _check_sizes("AlohaConfig", *self.render_size, self.max_steps)
@@ -62,11 +62,11 @@ class OGBenchConfig:
     """OGBench's manipulation tasks (extra `ogbench`)."""
 
     task: str = "cube-single-play-singletask-task1-v0"
-    """Name of the environment, as in OGBench; `visual-` in front gives pictures."""
+    """OGBench's environment name; the prefix `visual-` renders images."""
     sparse: bool = False
     """Reward -1 until everything is solved, instead of minus the number of unsolved parts."""
     render_size: int = 64
-    """Height and width of the pictures of visual tasks."""
+    """Height and width of the images of visual tasks."""
     fast_render: bool = True
     """No shadows, reflections or multisampling: five times faster, but not what OGBench's own datasets show."""
 
@@ -84,24 +84,24 @@ class LiberoConfig:
     """LIBERO, with OpenPI's conventions (extra `libero`, and LIBERO's assets)."""
 
     suite: Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"] = "libero_goal"
-    """Which tasks."""
+    """The task suite."""
     task_ids: tuple[int, ...] | None = None
-    """Of the suite's tasks, only these; None: all."""
+    """Use only these tasks of the suite. None: all."""
     assets: str | None = None
-    """Folder of LIBERO's assets; None: $PIRL_LIBERO_ASSETS, else those inside the package, or downloaded by it."""
+    """Folder of LIBERO's assets. None: $PIRL_LIBERO_ASSETS, otherwise the package's own or downloaded ones."""
     render_size: int = 256
-    """Height and width that are rendered; OpenPI's evaluation renders 256."""
+    """Rendered height and width; OpenPI's evaluation uses 256."""
     fast_render: bool = False
     """No shadows, reflections or multisampling: three times faster, but not what released checkpoints were trained
     on."""
     wait_steps: int = 10
     """Steps to let objects settle before the episode counts."""
     max_steps: int | None = None
-    """Steps of an episode; None: the suite's, as in OpenPI's evaluation."""
+    """Episode length in steps. None: the suite's limit, as in OpenPI's evaluation."""
     seed: int = 7
-    """Seed of the simulator, which places fixtures; the initial state's number is added to it, and 7 is OpenPI's."""
+    """Simulator seed, which places fixtures; the index of the initial state is added to it. OpenPI uses 7."""
     keep_tasks: int = 2
-    """Simulators that are kept, one for each task; a further one costs about 200 MB, to build one a second or two."""
+    """Simulators to keep, one per task. Each costs about 200 MB; building one takes a second or two."""
 
     def __post_init__(self) -> None:
         if self.keep_tasks < 1 or self.render_size < 1 or self.wait_steps < 0:
@@ -113,27 +113,25 @@ class LiberoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GymConfig:
-    """Any gymnasium environment, brought to the contract by `envs.gym`."""
+    """Any gymnasium environment, adapted by `envs.gym`."""
 
     id: str
-    """The registered name; `module:name` imports the module first."""
+    """Registered name; `module:name` imports the module first."""
     robot: str
-    """Whose observations these are: an entry of `data.robots`, or `module:NAME` for one of one's own."""
+    """The robot: a name in `data.robots`, or `module:NAME` for your own."""
     prompt: str = ""
-    """The instruction, and the name of the task; empty: the id. An observation `prompt` of the environment goes
-    first."""
+    """Instruction and task name; empty: the id. The environment's own `prompt` observation takes precedence."""
     options: tuple[tuple[str, bool | int | float | str], ...] = ()
-    """Arguments of `gymnasium.make`: pairs of name and value, such as [[obs_type, pixels_agent_pos]]."""
+    """Arguments for `gymnasium.make` as pairs, such as [[obs_type, pixels_agent_pos]]."""
     observation_keys: tuple[tuple[str, str], ...] = ()
-    """Pairs of the robot's key and the environment's, such as [[state, agent_pos]]; levels of a nested observation are
-    joined by "/". Empty: all keys as they are, and a plain vector is the `state`."""
+    """Pairs of robot key and environment key, such as [[state, agent_pos]]; "/" separates levels of a nested
+    observation. Empty: keep all keys; a plain vector becomes `state`."""
     render_key: str | None = None
-    """Show the robot what `render` draws, under this key; None: it sees the pictures in the observation."""
+    """Pass the output of `render` to the robot under this key. None: use the images in the observation."""
     success_key: str | None = "is_success"
-    """The entry of `info` that says whether the task is solved ("/" between levels); None: it is where the episode
-    terminates."""
+    """Entry of `info` that reports success ("/" between levels). None: termination means success."""
     max_steps: int | None = None
-    """Steps of an episode; None: the limit the environment is registered with."""
+    """Episode length in steps. None: the registered limit."""
     fps: int = 10
     """Control steps per second, for videos."""
 

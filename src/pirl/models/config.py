@@ -1,7 +1,7 @@
-"""Sizes of π₀ and its relatives, as data. No jax here: `pirl --help` reads these.
+"""Sizes of π₀ and related policies, as data. No jax here: `pirl --help` reads this module.
 
-OpenPI fixes SigLIP's size, the picture size and the vocabulary in code; here they are fields, so that a policy of a
-million parameters is made of the same parts as the one of three billion.
+OpenPI hard-codes SigLIP's size, the image size and the vocabulary; here they are fields, so a policy with a million
+parameters uses the same code as one with three billion.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class LoRAConfig:
     rank: int
     """Inner dimension of the adapter."""
     alpha: float
-    """The adapter's output is scaled by alpha / rank in attention; OpenPI does not scale it in the feed-forward."""
+    """Attention scales the adapter's output by alpha / rank; the feed-forward does not, as in OpenPI."""
 
     @property
     def scaling(self) -> float:
@@ -43,15 +43,15 @@ class GemmaConfig:
     width: int
     """Size of a token."""
     depth: int
-    """Number of blocks; both experts must agree."""
+    """Number of blocks; equal in both experts."""
     mlp_dim: int
     """Inner size of the gated feed-forward."""
     num_heads: int
-    """Query heads; both experts must agree."""
+    """Query heads; equal in both experts."""
     num_kv_heads: int = 1
-    """Key/value heads, shared by groups of query heads; both experts must agree."""
+    """Key/value heads, shared by groups of query heads; equal in both experts."""
     head_dim: int = 256
-    """Size of a head; both experts must agree."""
+    """Size of a head; equal in both experts."""
     attn_lora: LoRAConfig | None = None
     """Adapters on the attention projections."""
     ffn_lora: LoRAConfig | None = None
@@ -102,44 +102,44 @@ def gemma_variant(name: str) -> GemmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Pi0Config:
-    """π₀ or π₀.₅: pictures and a prompt through SigLIP and the VLM, state and noisy actions through the expert."""
+    """π₀ or π₀.₅: SigLIP and the VLM read images and prompt, the action expert reads state and noisy actions."""
 
     pi05: bool = False
     """π₀.₅: the flow time enters through adaptive RMS norms and the state is part of the prompt."""
     vlm: GemmaConfig = GEMMA_2B
-    """The language model that reads pictures and prompt (expert 0)."""
+    """The language model that reads images and prompt (expert 0)."""
     expert: GemmaConfig = GEMMA_300M
     """The action expert (expert 1, parameters named `..._1`)."""
     vision: SigLIPConfig = SigLIPConfig()
     """The vision tower."""
     image_size: int = 224
-    """Pictures are letterboxed to this square."""
+    """Images are letterboxed to this square."""
     vocab_size: int = 257_152
     """Rows of the token embedding (PaliGemma's)."""
     cameras: tuple[str, ...] = CAMERAS
-    """Camera slots, in reading order. Pictures absent from an observation are left out of the sequence."""
+    """Camera slots in sequence order. Cameras missing from an observation are left out of the sequence."""
     action_dim: int = 32
-    """Dimension of padded states and actions."""
+    """Size of padded states and actions."""
     horizon: int = 50
     """Actions per chunk."""
     max_token_len: int | None = None
-    """Prompt tokens; None takes OpenPI's 48 (π₀) or 200 (π₀.₅)."""
+    """Prompt tokens. None: OpenPI's 48 (π₀) or 200 (π₀.₅)."""
     discrete_state_input: bool | None = None
-    """Write the state into the prompt; None does it for π₀.₅, as OpenPI."""
+    """Write the state into the prompt. None: only for π₀.₅, as in OpenPI."""
     dtype: DType = "bfloat16"
-    """Type of activations and matrix products; parameters are stored in float32 (frozen ones in bfloat16)."""
+    """Type of activations and matmuls. Parameters are float32, frozen ones bfloat16."""
     remat: Remat = "auto"
-    """What the backward pass recomputes per block: `full` everything, `dots` all but matrix products without a batch
-    dimension, `names` all but the largest projections, `none` nothing. Less recomputation is faster and larger. `auto`:
-    the least that fits into the devices' memory by `pirl plan`; training says which that is."""
+    """Rematerialisation per block. `full`: recompute everything. `dots`: all but matmuls without a batch dimension.
+    `names`: all but the largest projections. `none`: nothing. Recomputing less is faster and takes more memory. `auto`:
+    the least that fits, by `pirl plan`; training logs the choice."""
     attention: Attention = "auto"
-    """How attention is computed. `plain`: logits in memory, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
-    bfloat16), and on one Hopper GPU another for gated products that need no gradients. `xla`: the same without kernels.
-    `auto`: cudnn where it can run, else plain. Only rounding differs, and on an H200 no more than bfloat16's own
+    """Attention implementation. `plain`: logits in memory, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
+    bfloat16), and on one Hopper GPU a kernel for gated products without gradients. `xla`: the same without kernels.
+    `auto`: cudnn where it runs, otherwise plain. They differ by rounding alone, on an H200 within bfloat16's own
     (`benchmarks/gpu_parity.py`)."""
     feature_layer: int = -1
-    """The critic reads the input of this VLM layer (-1: of the last). `depth` means the final norm's output, which
-    only a pretrained VLM has trained: π₀'s own loss gives nothing after the last layer's keys and values a gradient."""
+    """The critic reads the input of this VLM layer (-1: the last). `depth`: the final norm's output, which is trained
+    only in a pretrained VLM: π₀'s loss gives no gradient to anything after the last layer's keys and values."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
@@ -158,22 +158,22 @@ class Pi0Config:
 
     @property
     def token_len(self) -> int:
-        """Prompt tokens the model is fed."""
+        """Prompt tokens at the model's input."""
         return self.max_token_len if self.max_token_len is not None else (200 if self.pi05 else 48)
 
     @property
     def discrete_state(self) -> bool:
-        """Is the state written into the prompt?"""
+        """Whether the prompt contains the state."""
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
 
     @property
     def tokens_per_image(self) -> int:
-        """Patches of one picture."""
+        """Patches per image."""
         return (self.image_size // self.vision.patch_size) ** 2
 
     @property
     def has_lora(self) -> bool:
-        """Does either expert carry adapters?"""
+        """Whether either expert has adapters."""
         return any(g.attn_lora or g.ffn_lora for g in (self.vlm, self.expert))
 
 
@@ -190,7 +190,7 @@ class MLPFlowConfig:
     hidden: tuple[int, ...] = (512, 512, 512, 512)
     """Widths of the hidden layers."""
     dtype: DType = "float32"
-    """Type of activations and matrix products; parameters are stored in float32."""
+    """Type of activations and matmuls. Parameters are float32."""
 
 
 _TINY_VISION = SigLIPConfig(width=64, depth=2, mlp_dim=128, num_heads=2, patch_size=8)
@@ -223,7 +223,7 @@ PRESETS: dict[str, Pi0Config] = {
 
 
 def get_preset(name: str) -> Pi0Config:
-    """A named size; a typo is answered with the nearest names."""
+    """A preset by name; an unknown name raises with the nearest matches."""
     if name not in PRESETS:
         raise did_you_mean(name, PRESETS, kind="model preset")
     return PRESETS[name]

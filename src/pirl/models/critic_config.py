@@ -1,4 +1,4 @@
-"""What a critic can be told. No jax here: `pirl --help` reads these."""
+"""Settings of the critic. No jax here: `pirl --help` reads this module."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -7,39 +7,39 @@ from pirl.errors import ConfigError, did_you_mean
 from pirl.models.config import DType
 
 LossKind = Literal["hl_gauss", "huber", "mse"]
-"""`hl_gauss`: a histogram of the return, by cross-entropy. `huber`, `mse`: one number, by regression."""
+"""`hl_gauss`: classify a histogram of the return. `huber`, `mse`: regress the mean."""
 Aggregation = Literal["mean", "min", "random_pair"]
-"""How the opinions of an ensemble become one value; `random_pair` is the lower of two random members (REDQ)."""
+"""How to combine ensemble members; `random_pair`: the minimum of two random members (REDQ)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """An ensemble of Q(s, a_0 … a_{h-1}). How many actions of which size it scores is not said here: the data says."""
+    """An ensemble of Q(s, a_0 … a_{h-1}). The data determines chunk length and action size."""
 
     num_critics: int = 2
-    """Members of the ensemble."""
+    """Ensemble size."""
     hidden: tuple[int, ...] = (512, 512, 512)
     """Widths of the hidden layers."""
     loss: LossKind = "hl_gauss"
-    """What a member predicts: a histogram of the return (hl_gauss), or its mean (huber, mse)."""
+    """Predict a histogram of the return (hl_gauss) or its mean (huber, mse)."""
     bins: int = 101
     """Bins of the histogram (hl_gauss)."""
     sigma_ratio: float = 0.75
-    """How far a target is smeared over the histogram, in bins (hl_gauss)."""
+    """Standard deviation of a target's Gaussian, in bins (hl_gauss)."""
     huber_delta: float = 10.0
-    """Errors beyond this count linearly (huber)."""
+    """Errors beyond this are penalised linearly (huber)."""
     dtype: DType = "float32"
-    """What the hidden layers are multiplied in. `bfloat16` is faster where many candidates are scored from states."""
+    """Type of the hidden layers' matmuls. `bfloat16` is faster when scoring many candidates from states."""
     dropout: float = 0.0
-    """Share of the hidden units left out while training."""
+    """Dropout rate of the hidden layers."""
     action_clip: float = 1.5
-    """Normalised actions are clipped to ± this before scoring. Not 1: z-scored data lie beyond it."""
+    """Clip normalised actions to ± this before scoring. Above 1, because z-scored data exceed 1."""
     num_queries: int = 8
-    """Learned queries that read the prefix, each with its own summary (a critic on prefix features only)."""
+    """Learned queries that attend to the prefix, one summary each (critics on prefix features)."""
     pool_width: int = 1024
-    """Size of one query's summary of the prefix, all heads together."""
+    """Size of a query's summary, over all heads."""
     pool_heads: int = 8
-    """Attention heads of a query."""
+    """Attention heads per query."""
     embedding_width: int = 512
     """Size of the joint embedding of prefix and proprioception."""
 
@@ -68,7 +68,7 @@ class CriticConfig:
 
     @property
     def outputs(self) -> int:
-        """Numbers a member predicts per chunk."""
+        """Outputs of a member per chunk."""
         return self.bins if self.loss == "hl_gauss" else 1
 
 
@@ -85,7 +85,7 @@ state, and one for a CPU."""
 
 
 def get_critic_preset(name: str) -> CriticConfig:
-    """A named size; a typo is answered with the nearest names."""
+    """A preset by name; an unknown name raises with the nearest matches."""
     if name not in CRITIC_PRESETS:
         raise did_you_mean(name, CRITIC_PRESETS, kind="critic preset")
     return CRITIC_PRESETS[name]

@@ -1,4 +1,4 @@
-"""How episodes are collected, practised and evaluated. No jax here."""
+"""Settings of collection, curriculum and evaluation. No jax here."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,23 +11,23 @@ class RolloutConfig:
     """How episodes are collected."""
 
     backend: Literal["local", "process", "ray"] = "local"
-    """Where environments run: in this process, in processes of this machine, or on a Ray cluster."""
+    """Where environments run: in this process, in worker processes, or on a Ray cluster."""
     num_envs: int = 16
-    """Environments stepped together: the batch the policy sees."""
+    """Parallel environments: the policy's batch size."""
     num_workers: int = 2
-    """Processes or Ray actors they are spread over."""
+    """Worker processes or Ray actors."""
     worker_timeout: float = 120.0
-    """Seconds a worker may take for one chunk before it counts as hanging and is restarted."""
+    """Restart a worker that takes longer than this for one chunk, in seconds."""
     retries: int = 2
-    """How often an episode is repeated that was lost with its worker, before it is given up."""
+    """How often to repeat an episode lost with its worker before giving up."""
     execute: int | None = None
-    """Steps of each chunk that are executed before the policy looks again; None: `data.critic_horizon`."""
+    """Steps of each chunk to execute before replanning. None: `data.critic_horizon`."""
     best_of: int = 1
-    """Candidates of which the critic picks one; 1 is plain sampling."""
+    """Candidates per chunk, of which the critic picks the best. 1: plain sampling."""
     flow_steps: int = 10
     """Euler steps per chunk."""
     record: str | None = None
-    """Also write every episode that is collected to this LeRobot dataset: a folder, or a name in LeRobot's home."""
+    """Also write collected episodes to this LeRobot dataset: a folder, or a name in HF_LEROBOT_HOME."""
 
     def __post_init__(self) -> None:
         for name in ("num_envs", "num_workers", "best_of", "flow_steps"):
@@ -47,18 +47,18 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """How contexts are drawn for training."""
+    """How to draw contexts (initial states) for training."""
 
     contexts: int | None = None
-    """Practise on so many contexts, drawn once; None: on fresh ones every time, with one posterior per task."""
+    """Train on this many contexts, drawn once. None: fresh ones every time, with one posterior per task."""
     target: float = 0.5
-    """Success rate of the contexts that are drawn most."""
+    """Success rate at which a context is drawn most often."""
     floor: float = 0.1
-    """Smallest weight, as a share of the largest."""
+    """Smallest sampling weight, relative to the largest."""
     fade: float = 0.9
-    """What is left of the evidence of one iteration in the next."""
+    """Share of the evidence kept from one iteration to the next."""
     enabled: bool = True
-    """False draws all alike."""
+    """Use the curriculum; otherwise draw uniformly."""
 
     def __post_init__(self) -> None:
         if self.contexts is not None and self.contexts < 1:
@@ -72,16 +72,16 @@ class CurriculumConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation during training, on states that are not trained on."""
+    """Evaluation during training, on held-out states."""
 
     interval: int = 1000
-    """Steps between evaluations (iterations, for RIPT); the first is before the first step."""
+    """Steps (RIPT: iterations) between evaluations; the first is before training."""
     episodes: int = 50
-    """Episodes each time, over the tasks in turn, always the same initial states."""
+    """Episodes per evaluation, cycling over tasks, always from the same initial states."""
     split: Literal["validation", "test"] = "validation"
-    """Checkpoints are chosen on validation states, results reported on test states (`pirl eval`)."""
+    """Choose checkpoints on validation states; report results on test states (`pirl eval`)."""
     best_of: int = 1
-    """Candidates of which the critic picks one; 1 is plain sampling, which is what OpenPI's server does."""
+    """Candidates per chunk, of which the critic picks the best. 1: plain sampling, as OpenPI's server does."""
 
     def __post_init__(self) -> None:
         for name in ("interval", "episodes", "best_of"):
@@ -94,14 +94,14 @@ class OnlineConfig:
     """ACRLPD online: collect with the current policy, add to the replay buffer, train on both."""
 
     start_step: int = 0
-    """Steps of offline training before the first episode is collected."""
+    """Offline training steps before the first collection."""
     episodes: int = 16
     """Episodes per collection."""
     updates_per_step: float = 0.25
-    """Update-to-data ratio: training steps per collected environment step. The next collection is due when the episodes
-    so far have been trained on that much."""
+    """Update-to-data ratio: training steps per collected environment step. Determines when the next collection is
+    due."""
     curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig(enabled=False))
-    """Where the episodes start."""
+    """How to choose initial states."""
 
     def __post_init__(self) -> None:
         if self.start_step < 0 or self.episodes < 1 or not self.updates_per_step > 0:
