@@ -1,8 +1,8 @@
-"""The `pirl` command: finds the verb, imports that verb alone, and turns what happens into an exit code.
+"""The `pirl` command: dispatches to one verb module and returns an exit code.
 
 A verb is one module of this package, named in `VERBS`. It has `NAME`, `HELP` (what it does, in full sentences),
 `EXAMPLES`, `add_arguments(parser)` and `run(args) -> int`. Its top level and `add_arguments` import nothing heavy, so
-that every `--help` answers at once, also where jax is broken; `run` imports what it needs.
+`--help` answers at once, even if jax is broken; `run` imports what it needs.
 
 Exit codes: 0 done, 1 an error (message and hint; `PIRL_DEBUG=1` adds the traceback), 2 usage, 130 interrupted.
 """
@@ -24,19 +24,19 @@ from pirl.errors import PirlError, PirlWarning, did_you_mean
 from pirl.paths import pirl_home
 
 VERBS = {
-    "demo": "the whole way once, on a laptop: record, imitate, improve, evaluate, report",
-    "train": "train a policy: a recipe or a YAML file, changed by flags",
-    "tune": "search for better settings: trials, pruned where they lead nowhere",
-    "eval": "how often a checkpoint succeeds in its environment, with videos",
-    "report": "one page about a run, or about several side by side",
-    "record": "write a dataset of what a scripted expert or a checkpoint does",
-    "plan": "tell whether a run fits into the devices' memory",
+    "demo": "run the whole pipeline on a laptop: record, imitate, improve, evaluate, report",
+    "train": "train a policy from a recipe or YAML file, with overrides",
+    "tune": "search hyper-parameters with pruned trials",
+    "eval": "measure a checkpoint's success rate in its environment, with videos",
+    "report": "write one HTML page about one or several runs",
+    "record": "record a dataset with a scripted expert or a checkpoint",
+    "plan": "check whether a run fits into device memory",
     "recipes": "list, show or copy the configurations that come with pirl",
     "doctor": "check this machine: jax and its devices, memory, disk, video, simulators",
-    "inspect": "show what is in a recipe, a checkpoint or a dataset",
-    "norm-stats": "compute the normalisation statistics of a dataset",
-    "export": "write a checkpoint for OpenPI, in JAX or PyTorch form",
-    "completion": "make a shell complete verbs, flags, recipes and settings",
+    "inspect": "show the contents of a recipe, a checkpoint or a dataset",
+    "norm-stats": "compute a dataset's normalisation statistics",
+    "export": "export a checkpoint for OpenPI (JAX or PyTorch)",
+    "completion": "print a shell completion script",
 }
 
 DESCRIPTION = """\
@@ -45,26 +45,26 @@ Reinforcement learning for π₀ and π₀.₅ robot policies: LeRobot data in, 
 EPILOG = """\
 examples:
   pirl doctor                                   is this machine ready?
-  pirl train debug --exp-name first             a whole run on a laptop, without files
-  pirl eval checkpoints/my_run --episodes 100   how often does it succeed?
+  pirl train debug --exp-name first             a complete run on a laptop, no files needed
+  pirl eval checkpoints/my_run --episodes 100   its success rate
   pirl inspect data lerobot/aloha_sim_insertion_human
   pirl inspect checkpoint checkpoints/my_run/20000
-  pirl VERB --help                              what a verb takes, with examples"""
+  pirl VERB --help                              arguments and examples"""
 
 TRAINING_SHARE = "0.9"
-"""Of the GPU's memory is `pirl train`'s, as `pirl plan` reckons; jax would take 0.75."""
+"""Share of GPU memory that `pirl train` takes and `pirl plan` assumes; jax's default is 0.75."""
 MEMORY_SETTINGS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-"""Who has set one of them knows better; jax refuses GPUs with both."""
+"""A user's own setting wins; jax refuses GPUs if both are set."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""What a shell reports for a program that SIGPIPE ended: the reader went away, and not all was written."""
+"""What a shell reports after SIGPIPE: the reader closed the pipe before everything was written."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with the nearest known word offered for a mistyped verb, choice or flag."""
+    """argparse that suggests the nearest match for a mistyped verb, choice or flag."""
 
     takes_settings = False
-    """Leave flags with a dot, and the values after them, to a configuration: they are the namespace's `settings`."""
+    """Collect dotted flags and their values in the namespace's `settings`, for a configuration to parse."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         self._given: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, but what is not known is an error of this parser: a verb's own usage and flags are shown."""
+        """As in argparse, but an unknown argument is an error here, so the message shows the verb's own usage."""
         self._given = list(sys.argv[1:] if args is None else args)
         own, settings = split_settings(self._given) if self.takes_settings else (self._given, [])
         parsed, unknown = super().parse_known_args(own, namespace)
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
             self.error(str(did_you_mean(str(value), map(str, action.choices), kind=str(action.metavar or action.dest))))
 
     def error(self, message: str) -> NoReturn:
-        """Usage, the message, and the flags that were probably meant; exits with 2."""
+        """Print usage, message and suggested flags; exit with 2."""
         flags = {word.split("=")[0] for word in self._given if word.startswith("--") and word != "--"}
         known = list(self._option_string_actions)
         for flag in sorted(flags.difference(known)):
@@ -98,14 +98,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """The type of an argument that counts something."""
+    """argparse type: a positive integer."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(a verb's own words, settings of a configuration): flags with a dot are settings, with the values after them."""
+    """Split a command line into the verb's own words and dotted settings with their values."""
     own: list[str] = []
     settings: list[str] = []
     kind = own
@@ -117,12 +117,12 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load_verb(name: str) -> ModuleType:
-    """The module of a verb; nothing is imported for the others."""
+    """Import a verb's module."""
     return importlib.import_module(f"pirl.cli.{name.replace('-', '_')}")
 
 
 def build_parser(argv: Sequence[str]) -> Parser:
-    """The parser for this command line: all verbs by name, and the arguments of the one that was chosen."""
+    """The parser for this command line: all verbs by name, arguments only for the chosen one."""
     parser = Parser(prog="pirl", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"pirl {pirl.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="verb", title="verbs")
@@ -137,7 +137,7 @@ def build_parser(argv: Sequence[str]) -> Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Parse and run one command line; errors pass through."""
+    """Parse and run one command line; errors propagate."""
     try:
         parser = build_parser(argv)
         args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""`pirl completion`: the shell completes verbs, flags, recipes and their settings.
+"""`pirl completion`: shell completion of verbs, flags, recipes and settings.
 
-The shell asks the command itself, with `_ARGCOMPLETE` in its environment (argcomplete's protocol). `complete` answers:
-with the parser of the command line, to which every setting of the recipe that was named is added as a flag.
+The shell calls the command itself with `_ARGCOMPLETE` set (argcomplete's protocol). `complete` answers with the parser
+of the command line, extended by a flag for every setting of the named recipe.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from pirl.cli.app import Parser, build_parser
 
 NAME = "completion"
 HELP = """\
-Prints a script that teaches the shell to complete what `pirl` takes: verbs, flags, recipes, the settings of the recipe
-that was named (`pirl train acrlpd_libero --agent.<TAB>`) and their values, folders of runs. To try it at once:
+Prints a completion script for verbs, flags, recipes, a recipe's settings (`pirl train acrlpd_libero --agent.<TAB>`),
+their values and run folders. Try it in the current shell:
 
   source <(pirl completion bash)                  bash, zsh
   pirl completion fish | source                   fish
 
-For good:
+Install it permanently:
 
   pirl completion bash > ~/.local/share/bash-completion/completions/pirl
   pirl completion zsh > ~/.zfunc/_pirl            with fpath+=~/.zfunc before compinit in ~/.zshrc
@@ -38,7 +38,7 @@ SUFFIXES = (".yaml", ".yml")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl completion`."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to write for")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
 
 
 def run(args: argparse.Namespace) -> int:

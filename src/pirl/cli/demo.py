@@ -1,4 +1,4 @@
-"""`pirl demo`: the whole way on the tabletop, from imperfect demonstrations to a policy that succeeds."""
+"""`pirl demo`: the whole pipeline on the tabletop, from imperfect demonstrations to a policy that succeeds."""
 
 import argparse
 import json
@@ -10,34 +10,34 @@ from pathlib import Path
 
 NAME = "demo"
 HELP = """\
-Goes the whole way once, on the embedded tabletop, with a π₀ of 270,000 parameters: records imperfect demonstrations as
-a LeRobot dataset, clones them, improves the clone offline with Q-chunking (ACRLPD) and that online with groups of
-rollouts (RIPT), evaluates everything on the same fresh initial states, and writes a report with films of before and
-after. It needs a CPU with two cores and about ten minutes.
+Runs the whole pipeline on the embedded tabletop with a π₀ of 270,000 parameters: records imperfect demonstrations as a
+LeRobot dataset, clones them, improves the clone offline with Q-chunking (ACRLPD) and then with group rollouts (RIPT),
+evaluates every policy on the same held-out initial states, and writes a report with films of before and after. Needs
+two CPU cores and about ten minutes.
 
-Every stage is a pirl command, shown before it runs: the way to do it with one's own robot. Interrupted, the same
-command goes on where it was; what is there already is not done again."""
+Each stage is a pirl command, printed before it runs; use the same commands for your own robot. After an interruption,
+run the same command again: it continues and skips finished stages."""
 EXAMPLES = """\
 examples:
   pirl demo
   pirl demo --folder /data/demo
-  pirl demo --quick                     two minutes: every stage is there, what is learned means little"""
+  pirl demo --quick                     two minutes: every stage, but too few steps to learn much"""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, what it leaves behind, and how long it takes beside the others."""
+    """One command, its product and its share of the time."""
 
     title: str
     command: tuple[str, ...]
     product: Path
-    """There when the stage is done."""
+    """Exists when the stage is done."""
     done: bool
-    """Is it?"""
+    """Whether the product exists."""
     seconds: int
-    """Measured on two cores, for the time left."""
+    """Measured on two cores; used to estimate the time left."""
     resumable: bool = False
-    """Takes `--resume` where it was begun."""
+    """Continues with `--resume` if it was started before."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl demo`."""
-    parser.add_argument("--folder", type=Path, default=Path("demo"), metavar="DIR", help="where all of it goes (demo)")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the steps, in a folder of its own")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of demonstrations and training (0)")
+    parser.add_argument("--folder", type=Path, default=Path("demo"), metavar="DIR", help="output folder (default demo)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps, in a separate folder")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of data and training (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Every stage that is not done yet, then the table."""
+    """Run every unfinished stage, then print the table."""
     from pirl.cli.app import main
 
     folder = args.folder.with_name(args.folder.name + "_quick") if args.quick else args.folder

@@ -1,7 +1,7 @@
-"""`pirl doctor`: is this machine ready? One line for each thing that could be wrong, with what to do about it.
+"""`pirl doctor`: checks the machine, one line per check, with a fix for each problem.
 
-It must answer where everything else fails: jax is asked in a process of its own, a check that breaks is itself a
-result, and nothing outside the standard library is imported before a check needs it.
+It must work when everything else fails: jax runs in a separate process, a check that crashes is itself a result, and
+nothing outside the standard library is imported before a check needs it.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from pirl.cli.app import TRAINING_SHARE
 
 NAME = "doctor"
 HELP = """\
-Checks this machine and says how to mend what is missing. ✓ is fine, ✗ is broken (and the exit code is 1),
-– is optional or a piece of advice. The check of jax comes last: it starts jax in a process of its own."""
+Checks this machine and suggests fixes. ✓ is fine, ✗ is broken (exit code 1), – is optional or advice. The jax check
+comes last: it starts jax in a separate process."""
 EXAMPLES = """\
 examples:
   pirl doctor                   one line per check
-  pirl doctor --json            the same for a program: {"ok": ..., "checks": [...]}
+  pirl doctor --json            machine-readable: {"ok": ..., "checks": [...]}
   pirl doctor --timeout 300     give jax longer to start (a cold network disk, many GPUs)"""
 
 GIB = 2**30
@@ -285,7 +285,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print each result as it comes; 1 if something required is broken."""
+    """Print each result as it arrives; return 1 if something required is broken."""
     checks = []
     for check in examine(args.timeout):
         checks.append(check)

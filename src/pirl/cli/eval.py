@@ -1,4 +1,4 @@
-"""`pirl eval`: how often a checkpoint succeeds, from initial states that are always the same."""
+"""`pirl eval`: the success rate of a checkpoint on fixed initial states."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,13 @@ from pirl.cli.app import Parser, positive
 
 NAME = "eval"
 HELP = """\
-Acts out episodes with a checkpoint and counts successes, of each task and over all, with a 95 % interval. The initial
-states of a split are always the same, and so is the result: the same command gives the same numbers. They are kept in
-eval.json, beside the videos and a picture of them (filmstrip.png) if --video asks for them; those of the policy that it
-is compared with are in a folder compared_with.
+Runs episodes with a checkpoint and reports the success rate per task and overall, with 95 % intervals. A split's
+initial states are fixed, so the same command gives the same numbers. Writes eval.json and, with --video, films and a
+filmstrip.png (those of the --compare policy go to compared_with/).
 
-The checkpoint is a step's folder, or a run's (then it is the latest step, or with --best the best one). It knows its
-own model, robot and environment; any of its settings can be changed by a flag with its dotted path, as in `pirl train`:
---env.max-steps 20, --rollout.flow-steps 5, --agent.guidance 2. Weights that OpenPI trained need --recipe.
+CHECKPOINT is a step folder or a run folder (its latest step, or the best with --best). It knows its model, robot and
+environment; override any setting with a dotted flag, as in `pirl train`: --env.max-steps 20, --rollout.flow-steps 5,
+--agent.guidance 2. Weights trained by OpenPI need --recipe.
 
 Choose settings and checkpoints on the validation split; report results on the test split (the default)."""
 EXAMPLES = """\
@@ -36,25 +35,25 @@ def add_arguments(parser: Parser) -> None:
     """Arguments of `pirl eval`; settings are left to the checkpoint's own configuration."""
     parser.usage, parser.takes_settings = USAGE, True
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="a step's or a run's folder, or a gs:// address")
-    add("--episodes", type=positive, default=50, metavar="N", help="episodes, over the tasks in turn (default 50)")
-    add("--split", choices=("test", "validation"), default="test", help="which initial states (default test)")
-    add("--best", action="store_true", help="of a run: the step that was best when it was evaluated in training")
+    add("checkpoint", metavar="CHECKPOINT", help="step folder, run folder or gs:// address")
+    add("--episodes", type=positive, default=50, metavar="N", help="episodes, cycling over tasks (default 50)")
+    add("--split", choices=("test", "validation"), default="test", help="initial states (default test)")
+    add("--best", action="store_true", help="use the run's best step, by its evaluations during training")
     add(
         "--best-of",
         type=positive,
         metavar="N",
         help="let the critic choose among N candidates (default 1, or evaluation.best_of)",
     )
-    add("--execute", type=positive, metavar="N", help="steps of a chunk to execute before looking again")
-    add("--num-envs", type=positive, metavar="N", help="environments stepped together")
-    add("--backend", choices=("local", "process", "ray"), help="where they run")
-    add("--seed", type=int, default=0, metavar="S", help="decides the policy's noise (default 0)")
-    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and N failures (3)")
-    add("--compare", metavar="OTHER", help="evaluate another checkpoint on the same states, and compare")
-    add("--recipe", metavar="NAME", help="recipe or YAML file with the model, robot and environment of the checkpoint")
-    add("--out", type=Path, metavar="DIR", help=f"folder to write to (default: {FOLDER}/... in the run)")
-    add("--overwrite", action="store_true", help="replace the results of another evaluation")
+    add("--execute", type=positive, metavar="N", help="steps of a chunk to execute before replanning")
+    add("--num-envs", type=positive, metavar="N", help="parallel environments")
+    add("--backend", choices=("local", "process", "ray"), help="where environments run")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
+    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and failures (3)")
+    add("--compare", metavar="OTHER", help="also evaluate this checkpoint on the same states and test the difference")
+    add("--recipe", metavar="NAME", help="recipe or YAML file with the checkpoint's model, robot and environment")
+    add("--out", type=Path, metavar="DIR", help=f"output folder (default {FOLDER}/... in the run)")
+    add("--overwrite", action="store_true", help="replace existing results")
     add("--json", action="store_true", help="print the results as JSON instead of a table")
 
 

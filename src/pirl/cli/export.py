@@ -1,4 +1,4 @@
-"""`pirl export`: a checkpoint in another form: weights and statistics for OpenPI, in JAX or for its PyTorch port."""
+"""`pirl export`: weights and statistics of a checkpoint for OpenPI, in JAX or PyTorch form."""
 
 import argparse
 import warnings
@@ -10,28 +10,28 @@ from pirl.cli.app import positive
 from pirl.errors import CheckpointError, PirlWarning
 
 NAME = "export"
-HELP = "Writes the weights and normalisation statistics of a checkpoint in another form, without its training state."
+HELP = "Exports the weights and normalisation statistics of a checkpoint, without its training state."
 EXAMPLES = """\
 examples:
   pirl export openpi checkpoints/my_run/20000 --out to_robot
   pirl export pytorch checkpoints/my_run/20000 --out to_torch
   pirl export openpi pi0_torch --model pi0 --out pi0_jax"""
 OPENPI = """\
-Writes an OpenPI checkpoint: the folder OpenPI serves as it is. Any checkpoint can be the source, PyTorch ones too
-(then --model says what they are). Adapters (LoRA) are kept."""
+Writes an OpenPI checkpoint, ready for OpenPI's server. Takes any checkpoint; for PyTorch files, name the preset with
+--model. Keeps LoRA adapters."""
 OPENPI_EXAMPLES = """\
 examples:
   pirl export openpi checkpoints/my_run/20000 --out to_robot
   pirl export openpi checkpoints/my_run/20000 --out to_robot_small --dtype bfloat16   half the size
   pirl export openpi pi0_torch --model pi0 --out pi0_jax                              from PyTorch"""
 PYTORCH = """\
-Writes a checkpoint for OpenPI's PyTorch port: model.safetensors, config.json and the statistics. Adapters (LoRA) are
-merged into the matrices they adapt, since the port has none."""
+Writes a checkpoint for OpenPI's PyTorch port: model.safetensors, config.json and statistics. Merges LoRA adapters,
+because the port has none."""
 PYTORCH_EXAMPLES = """\
 examples:
   pirl export pytorch checkpoints/my_run/20000 --out to_torch
-  pirl export pytorch checkpoints/my_run/20000 --out to_torch_exact --dtype float32   bit for bit
-  pirl export pytorch checkpoints/lora/20000 --out lora_torch --lora-scale 1 0.5      adapters with alpha/rank not 1"""
+  pirl export pytorch checkpoints/my_run/20000 --out to_torch_exact --dtype float32   exact
+  pirl export pytorch checkpoints/lora/20000 --out lora_torch --lora-scale 1 0.5      alpha/rank other than 1"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("mixed", "bfloat16", "float32"),
         default="mixed",
-        help="mixed: what the port computes in (default); bfloat16: smallest; float32: exact",
+        help="mixed: the port's compute types (default); bfloat16: smallest; float32: exact",
     )
     torch.add_argument("--horizon", type=positive, metavar="H", help="actions per chunk (default: the preset's, or 50)")
     torch.add_argument(
@@ -53,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=(1.0, 1.0),
         metavar=("VLM", "EXPERT"),
-        help="alpha / rank of the adapters in attention (default 1 1, as in OpenPI's configurations)",
+        help="alpha / rank of the attention adapters (default 1 1, as in OpenPI's configs)",
     )
     for form in (openpi, torch):
-        form.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or file, or a gs:// or hf:// address")
-        form.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-        form.add_argument("--model", metavar="NAME", help="its model preset, where the files alone do not tell")
-        form.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+        form.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, file, gs:// or hf:// address")
+        form.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
+        form.add_argument("--model", metavar="NAME", help="model preset, if the files do not tell")
+        form.add_argument("--overwrite", action="store_true", help="replace an existing folder")
 
 
 def run(args: argparse.Namespace) -> int:

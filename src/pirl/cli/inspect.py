@@ -1,11 +1,11 @@
-"""`pirl inspect`: what is in a recipe, a checkpoint or a dataset, before anything is trained on it."""
+"""`pirl inspect`: the contents of a recipe, a checkpoint or a dataset."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 NAME = "inspect"
-HELP = "Shows what is in a recipe, a checkpoint or a dataset. Nothing is changed, and no weights are loaded."
+HELP = "Shows the contents of a recipe, a checkpoint or a dataset. Read-only; loads no weights."
 EXAMPLES = """\
 examples:
   pirl inspect recipe acrlpd_libero
@@ -13,9 +13,9 @@ examples:
   pirl inspect data lerobot/aloha_sim_insertion_human"""
 RECIPE_EXAMPLES = """\
 examples:
-  pirl inspect recipe acrlpd_libero_lora         its parts, their parameters and bytes
+  pirl inspect recipe acrlpd_libero_lora         parts with parameters and bytes
   pirl inspect recipe pi05_lora --leaves         every parameter with its shape
-  pirl inspect recipe pi0 --freeze vlm_frozen    what trains under another rule"""
+  pirl inspect recipe pi0 --freeze vlm_frozen    trainable parts under another rule"""
 CHECKPOINT_EXAMPLES = """\
 examples:
   pirl inspect checkpoint checkpoints/my_run/20000
@@ -30,18 +30,18 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl inspect`."""
     kinds = parser.add_subparsers(dest="what", metavar="what", title="what to inspect", required=True)
-    text = "the parameters of a recipe's policy or of a model preset, and which of them train"
+    text = "the parameters of a recipe's policy or a model preset, and which ones train"
     one = kinds.add_parser("recipe", help=text, description=f"Shows {text}.", epilog=RECIPE_EXAMPLES)
-    one.add_argument("name", metavar="NAME", help="a recipe, a YAML file, or a model preset such as pi05_lora")
+    one.add_argument("name", metavar="NAME", help="recipe, YAML file, or model preset such as pi05_lora")
     one.add_argument("--leaves", action="store_true", help="list every parameter with its shape")
     one.add_argument("--freeze", metavar="RULE", help="full, lora, vlm_frozen or expert_only (default: the recipe's)")
-    text = "what a checkpoint holds: weights, statistics, training state"
+    text = "a checkpoint: weights, statistics, training state"
     one = kinds.add_parser("checkpoint", help=text, description=f"Shows {text}.", epilog=CHECKPOINT_EXAMPLES)
-    one.add_argument("location", metavar="CHECKPOINT", help="a folder or file, or a gs:// or hf:// address")
+    one.add_argument("location", metavar="CHECKPOINT", help="folder, file, gs:// or hf:// address")
     one.add_argument("--leaves", action="store_true", help="list every array with its shape and type")
     text = "a LeRobot dataset: episodes, features, tasks, outcomes"
     one = kinds.add_parser("data", help=text, description=f"Shows and checks {text}.", epilog=DATA_EXAMPLES)
-    one.add_argument("location", metavar="DATASET", help="a folder, or a repo id on the Hugging Face hub")
+    one.add_argument("location", metavar="DATASET", help="folder, or repo id on the Hugging Face hub")
 
 
 def run(args: argparse.Namespace) -> int:

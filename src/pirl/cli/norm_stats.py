@@ -1,4 +1,4 @@
-"""`pirl norm-stats`: the statistics that states and actions are normalised with, as OpenPI computes them."""
+"""`pirl norm-stats`: normalisation statistics of states and actions, computed as OpenPI does."""
 
 import argparse
 from pathlib import Path
@@ -7,9 +7,8 @@ from pirl.cli.app import positive
 
 NAME = "norm-stats"
 HELP = """\
-Computes the mean, standard deviation and quantiles of a dataset's states and action chunks, in the units the model
-sees, and writes them as OpenPI's norm_stats.json. Only the numbers are read; no video is decoded. Several datasets are
-taken together, every step counting the same."""
+Computes mean, standard deviation and quantiles of a dataset's states and action chunks, in the model's units, and
+writes OpenPI's norm_stats.json. Decodes no video. Pools several datasets, each step with equal weight."""
 EXAMPLES = """\
 examples:
   pirl norm-stats lerobot/aloha_sim_transfer_cube_human --robot aloha_sim
@@ -20,14 +19,12 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl norm-stats`."""
-    text = "LeRobot datasets: folders, or repo ids on the hub"
+    text = "LeRobot datasets: folders or hub repo ids"
     parser.add_argument("data", metavar="DATASET", nargs="+", help=text)
-    parser.add_argument("--robot", required=True, metavar="NAME", help="whose data it is: aloha, libero, droid, ...")
+    parser.add_argument("--robot", required=True, metavar="NAME", help="the robot: aloha, libero, droid, ...")
     parser.add_argument("--horizon", type=positive, default=50, metavar="H", help="actions per chunk (default 50)")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to write to (default assets/DATASET, the first)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace statistics that are there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="output folder (default assets/DATASET, the first)")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing statistics")
 
 
 def run(args: argparse.Namespace) -> int:

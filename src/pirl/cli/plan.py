@@ -1,4 +1,4 @@
-"""`pirl plan`: does a run fit into the devices' memory, and what to change where it does not."""
+"""`pirl plan`: whether a run fits into device memory, and what to change if not."""
 
 import argparse
 
@@ -6,9 +6,9 @@ from pirl.cli.app import positive
 
 NAME = "plan"
 HELP = """\
-Tells how much memory a training step needs on each device, what of it is weights, optimizer, averages, critic and
-activations, the largest batch that fits, and the least rematerialisation that does. Computed from a trace of the step:
-no weights are loaded and no GPU is needed. Any setting of the recipe can be changed by a flag, as in `pirl train`."""
+Estimates the memory of a training step per device (weights, optimizer, EMA, critic, activations), the largest batch
+that fits, and the least rematerialisation that fits. Works from a trace of the step: needs no weights and no GPU.
+Override any setting with a flag, as in `pirl train`."""
 EXAMPLES = """\
 examples:
   pirl plan acrlpd_libero --devices 8 --device-gb 80 --mesh.fsdp 8
@@ -19,14 +19,14 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl plan`; settings are left to the recipe's own flags."""
     parser.usage = "%(prog)s RECIPE --device-gb GB [--devices N] [--SETTING VALUE ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a YAML file")
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe name or YAML file")
     _add_devices(parser)
     parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see `pirl train`")
 
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=positive, metavar="N", help="number of devices (default: mesh.fsdp)")
-    parser.add_argument("--device-gb", type=float, metavar="GB", help="memory of one device in GiB, as nvidia-smi says")
+    parser.add_argument("--device-gb", type=float, metavar="GB", help="memory per device in GiB, as in nvidia-smi")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,11 +1,11 @@
-"""`pirl recipes`: the configurations that come with pirl."""
+"""`pirl recipes`: pirl's named configurations."""
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 NAME = "recipes"
-HELP = "Lists the recipes, shows one with all its settings, or copies it into a YAML file to start from."
+HELP = "Lists recipes, shows one with all settings, or copies it to a YAML file."
 EXAMPLES = """\
 examples:
   pirl recipes ls
@@ -14,11 +14,11 @@ examples:
 LS_EXAMPLES = """\
 examples:
   pirl recipes ls
-  pirl recipes ls acrlpd                          those with this in their name"""
+  pirl recipes ls acrlpd                          names that contain acrlpd"""
 SHOW_EXAMPLES = """\
 examples:
   pirl recipes show debug
-  pirl recipes show my.yaml --bare                what a file comes to, without explanations"""
+  pirl recipes show my.yaml --bare                the resolved settings without explanations"""
 CP_EXAMPLES = """\
 examples:
   pirl recipes cp debug my.yaml
@@ -30,15 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="action", title="actions", required=True)
     text = "the recipes: algorithm, model, robot, sizes"
     one = actions.add_parser("ls", help=text, description=f"Lists {text}.", epilog=LS_EXAMPLES)
-    one.add_argument("part", metavar="PART", nargs="?", default="", help="only those with this in their name")
-    text = "all settings as YAML, each explained"
+    one.add_argument("part", metavar="PART", nargs="?", default="", help="list only names that contain this")
+    text = "all settings as YAML, with explanations"
     one = actions.add_parser("show", help=text, description=f"Prints {text}.", epilog=SHOW_EXAMPLES)
-    one.add_argument("name", metavar="RECIPE", help="a recipe's name, or a YAML file")
-    one.add_argument("--bare", action="store_true", help="leave the explanations out")
-    text = "a recipe into a YAML file to start from"
-    one = actions.add_parser("cp", help=text, description=f"Copies {text}; replaces no file.", epilog=CP_EXAMPLES)
-    one.add_argument("name", metavar="RECIPE", help="a recipe's name")
-    one.add_argument("file", metavar="FILE", type=Path, help="the file to write, such as my.yaml")
+    one.add_argument("name", metavar="RECIPE", help="recipe name or YAML file")
+    one.add_argument("--bare", action="store_true", help="omit the explanations")
+    text = "a recipe to a YAML file to edit"
+    one = actions.add_parser("cp", help=text, description=f"Copies {text}; never overwrites.", epilog=CP_EXAMPLES)
+    one.add_argument("name", metavar="RECIPE", help="recipe name")
+    one.add_argument("file", metavar="FILE", type=Path, help="output file, such as my.yaml")
 
 
 def run(args: argparse.Namespace) -> int:

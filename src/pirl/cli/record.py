@@ -1,4 +1,4 @@
-"""`pirl record`: a LeRobot dataset of what happens in an environment."""
+"""`pirl record`: records episodes in an environment as a LeRobot dataset."""
 
 import argparse
 import re
@@ -13,14 +13,14 @@ from pirl.errors import ConfigError
 
 NAME = "record"
 HELP = """\
-Records episodes of a recipe's environment as a LeRobot dataset: of its scripted expert, or of a checkpoint. Failures
-are recorded too, and every episode says how it ended, so that a critic can learn from all of them.
+Records episodes of a scripted expert or a checkpoint in a recipe's environment as a LeRobot dataset. Keeps failures and
+stores every outcome, so a critic can learn from all episodes.
 
-The dataset is written to LeRobot's folder under its repo id (`pirl train --data-path me/demos` finds it there), or to
---root. Nothing is sent anywhere. Recording again adds to it only with --append, and goes on with other initial states.
+Writes to HF_LEROBOT_HOME under the repo id (`pirl train --data-path me/demos` finds it there), or to --root. Uploads
+nothing. --append adds to an existing dataset, with new initial states.
 
---dials changes how well the expert does: KEY=VALUE, all others at their defaults. Any setting of the recipe is changed
-by a flag with its dotted path, as in `pirl train`: --env.level colours."""
+--dials KEY=VALUE changes the expert's quality. Override any setting with a dotted flag, as in `pirl train`: --env.level
+colours."""
 EXAMPLES = """\
 examples:
   pirl record bc_tabletop --episodes 1500 --repo-id demos/tabletop
@@ -36,19 +36,19 @@ def add_arguments(parser: Parser) -> None:
     """Arguments of `pirl record`; settings are left to the recipe's own flags."""
     parser.usage, parser.takes_settings = USAGE, True
     add = parser.add_argument
-    add("recipe", metavar="RECIPE", help="a recipe with an environment, or a YAML file")
-    add("--episodes", type=positive, metavar="N", help="how many to record")
-    add("--repo-id", metavar="NAME", help="the dataset's name, such as me/demos")
-    add("--root", type=Path, metavar="DIR", help="the dataset's folder (default: LeRobot's, under its name)")
-    add("--checkpoint", default=EXPERT, metavar="PATH", help=f"who acts: a checkpoint, or `{EXPERT}` (default)")
-    add("--dials", nargs="+", default=[], metavar="KEY=VALUE", help="how well the expert does")
-    add("--seed", type=int, default=0, metavar="S", help="decides what varies between episodes (default 0)")
+    add("recipe", metavar="RECIPE", help="recipe with an environment, or YAML file")
+    add("--episodes", type=positive, metavar="N", help="episodes to record")
+    add("--repo-id", metavar="NAME", help="dataset name, such as me/demos")
+    add("--root", type=Path, metavar="DIR", help="dataset folder (default: in HF_LEROBOT_HOME, by name)")
+    add("--checkpoint", default=EXPERT, metavar="PATH", help=f"the actor: a checkpoint, or `{EXPERT}` (default)")
+    add("--dials", nargs="+", default=[], metavar="KEY=VALUE", help="the expert's quality")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the episodes (default 0)")
     add("--split", choices=("train", "validation", "test"), default="train", help="initial states (default train)")
-    add("--append", action="store_true", help="add to the dataset if it is there")
+    add("--append", action="store_true", help="add to an existing dataset")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record, and say what to do next."""
+    """Record, then print the next commands."""
     if args.episodes is None or (args.repo_id is None and args.root is None):
         args.usage_error("--episodes says how many, --repo-id (or --root) where to")
     if args.seed < 0:

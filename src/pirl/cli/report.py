@@ -1,16 +1,16 @@
-"""`pirl report`: what became of a run, as one page."""
+"""`pirl report`: one HTML page about runs."""
 
 import argparse
 from pathlib import Path
 
 NAME = "report"
 HELP = """\
-Makes one HTML page of a run, or of several in the same charts: success with its interval, losses, calibration of the
-critic, curriculum, speed, memory, the settings that differ from the recipe, evaluations task by task, and films of the
-same initial states side by side (those `pirl eval --video` made).
+Writes one HTML page about one run, or several in the same charts: success with intervals, losses, critic calibration,
+curriculum, speed, memory, settings that differ from the recipe, evaluations per task, and films of the same initial
+states side by side (from `pirl eval --video`).
 
-The page is a single file that asks nothing of any other place: send it, open it on a phone. It is made from the run's
-files alone, also while the run goes on; nothing but an earlier report is replaced."""
+The page is one self-contained file. It reads only the run's files, also while the run continues, and replaces nothing
+but an earlier report."""
 EXAMPLES = """\
 examples:
   pirl report checkpoints/debug/first
@@ -21,15 +21,15 @@ FILE = "report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl report`."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of an evaluation")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run or evaluation folder")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"the page (default: {FILE} in the run; of several runs, here)"
+        "--out", type=Path, metavar="FILE", help=f"output file (default {FILE} in the run; for several runs, here)"
     )
-    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, write, say where it is."""
+    """Read the runs, write the page, print its path."""
     import warnings
 
     from pirl.config_io import to_dict

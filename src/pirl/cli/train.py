@@ -1,25 +1,24 @@
-"""`pirl train`: trains a recipe, or what a YAML file describes."""
+"""`pirl train`: trains a recipe or YAML configuration."""
 
 import argparse
 
 NAME = "train"
 HELP = """\
-Trains a policy: a recipe (`pirl recipes ls`) or a YAML file, changed by flags. The run is kept in
-checkpoints/RECIPE/EXP_NAME: OpenPI checkpoints by step, metrics, the configuration.
+Trains a policy from a recipe (`pirl recipes ls`) or a YAML file. Writes checkpoints/RECIPE/EXP_NAME: OpenPI checkpoints
+by step, metrics, configuration.
 
-Any setting is a flag with its dotted path; `pirl train RECIPE --help` lists all of them with their present values.
-Often needed:
+Every setting is a dotted flag; `pirl train RECIPE --help` lists all with their values. Common ones:
 
-  --exp-name NAME          the run's name (default run)
-  --data-path DATASET ...  LeRobot datasets: folders, or repo ids on the hub
+  --exp-name NAME          run name (default run)
+  --data-path DATASET ...  LeRobot datasets: folders or hub repo ids
   --init-weights WHERE     a checkpoint's folder, a gs:// or hf:// address
-  --batch-size N           over all devices              --max-steps N
+  --batch-size N           across all devices            --max-steps N
   --pi0-lr LR              --critic-lr LR                --save-interval N
   --mesh.fsdp N            devices that share one copy of the weights
   --agent.discount G       --sinks wandb                 --no-wandb
-  --debug                  the same run with a tiny model and ten steps, to see that all is there
+  --debug                  the same run with a tiny model and ten steps, to test the set-up
 
-A run that exists is neither continued nor replaced unless one of --resume and --overwrite says so."""
+An existing run needs --resume or --overwrite."""
 EXAMPLES = """\
 examples:
   pirl train debug --exp-name first                         a laptop, no files
@@ -29,21 +28,21 @@ examples:
   pirl train my.yaml --exp-name q2 --batch-size 64          from `pirl recipes cp acrlpd_libero my.yaml`"""
 
 MODES = """\
-Trains this configuration. --resume goes on from the latest checkpoint, --overwrite deletes the run that is there and
+Trains this configuration. --resume continues from the latest checkpoint, --overwrite deletes the existing run and
 starts again, --dry-run checks and builds everything and stops before the first step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl train`; settings are left to the recipe's own flags."""
     parser.usage = "%(prog)s RECIPE [--exp-name NAME] [--resume | --overwrite] [--dry-run] [--SETTING VALUE ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a YAML file")
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe name or YAML file")
     _add_modes(parser)
     parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see above")
 
 
 def _add_modes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="delete the run that is there and start again")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="delete the existing run and start again")
     parser.add_argument("--dry-run", action="store_true", help="check and build everything, then stop before step 1")
 
 

@@ -1,4 +1,4 @@
-"""`pirl tune`: which settings does a recipe do best with?"""
+"""`pirl tune`: hyper-parameter search."""
 
 import argparse
 import re
@@ -10,16 +10,16 @@ from pirl.cli.app import INTERRUPTED, positive
 
 NAME = "tune"
 HELP = """\
-Searches for better settings of a recipe with Optuna (`pip install 'pirl[tune]'`). Each trial is an ordinary run,
-evaluated on validation states while it trains; one that has fallen behind is stopped. The first trial is the recipe as
-it is, the next five are drawn at random, then TPE leads. A trial that fails is noted, and the search goes on.
+Searches a recipe's settings with Optuna (`pip install 'pirl[tune]'`). Each trial is an ordinary run, evaluated on
+validation states during training and pruned when it falls behind. The first trial is the recipe itself, the next five
+are random, then TPE leads. A failed trial is recorded, and the search continues.
 
-What is tried is in a YAML file (--space), or else what matters most to the algorithm; --show-space prints that, to copy
-and edit. Every other setting is a flag, as in `pirl train`, and the same in all trials; --seed also decides the search:
-the same command gives the same trials.
+--space names a YAML search space; the default covers the algorithm's most important settings (--show-space prints it to
+copy and edit). Other flags set the same value in all trials, as in `pirl train`. --seed also seeds the search: the same
+command gives the same trials.
 
-The study is kept in checkpoints/RECIPE/STUDY: results.json, results.csv, tuning.html, best.yaml. Interrupted, the same
-command goes on, with the run it was in. Of checkpoints those of the best trial stay, unless --keep all."""
+Writes checkpoints/RECIPE/STUDY: results.json, results.csv, tuning.html, best.yaml. After an interruption, run the same
+command again to continue. Keeps the best trial's checkpoints, or all with --keep all."""
 EXAMPLES = """\
 examples:
   pirl tune bc_tabletop --trials 20
@@ -34,25 +34,25 @@ UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl tune`; settings are left to the recipe's own flags."""
     parser.usage = USAGE
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a YAML file")
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe name or YAML file")
     _add_flags(parser)
     parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see `pirl train`")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trials", type=positive, metavar="N", help="how many in all, those of earlier calls included")
-    add("--study", default=NAME, metavar="NAME", help=f"name of the search (default {NAME})")
-    add("--space", type=Path, metavar="FILE", help="YAML file with what to try (default: what --show-space prints)")
-    add("--show-space", action="store_true", help="print what is tried, as YAML, and stop")
-    add("--metric", default="eval/success_rate", metavar="NAME", help="what is maximised (default eval/success_rate)")
-    add("--timeout", type=seconds, metavar="TIME", help="begin no trial after this time: 90m, 8h, 2d")
-    add("--jobs", type=positive, default=1, metavar="N", help="trials at the same time (default 1)")
-    add("--keep", choices=("best", "all"), default="best", help="whose checkpoints stay (default best)")
+    add("--trials", type=positive, metavar="N", help="total number of trials, earlier calls included")
+    add("--study", default=NAME, metavar="NAME", help=f"study name (default {NAME})")
+    add("--space", type=Path, metavar="FILE", help="YAML search space (default: see --show-space)")
+    add("--show-space", action="store_true", help="print the search space as YAML and stop")
+    add("--metric", default="eval/success_rate", metavar="NAME", help="metric to maximise (default eval/success_rate)")
+    add("--timeout", type=seconds, metavar="TIME", help="start no trial after this time: 90m, 8h, 2d")
+    add("--jobs", type=positive, default=1, metavar="N", help="parallel trials (default 1)")
+    add("--keep", choices=("best", "all"), default="best", help="whose checkpoints to keep (default best)")
 
 
 def seconds(text: str) -> float:
-    """The type of an argument that is a time."""
+    """argparse type: a duration."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time, such as 90m, 8h or 2d")
