@@ -13,7 +13,7 @@ import numpy as np
 
 from pirl.data.config import DataConfig
 from pirl.data.create import create_acrlpd_data_loader, create_source, create_transform
-from pirl.data.dataset import inspect
+from pirl.data.inspection import inspect
 from pirl.data.robots import get_robot
 from pirl.data.stats import compute_norm_stats
 from pirl.envs.config import TabletopConfig

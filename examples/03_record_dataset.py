@@ -13,7 +13,7 @@ import numpy as np
 
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
-from pirl.data.dataset import inspect
+from pirl.data.inspection import inspect
 from pirl.data.writer import LeRobotWriter
 
 FOLDER = "example_runs/reach"

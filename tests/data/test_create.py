@@ -206,7 +206,7 @@ def test_what_cannot_be_created_is_refused(tmp_path: Path) -> None:
         create_source(config(tmp_path), get_robot("aloha"))
     with pytest.raises(DataError, match="no LeRobot dataset at"):
         create_source(config(tmp_path, tmp_path / "nothing" / "there"), get_robot("aloha"))
-    with pytest.raises(ConfigError, match="one success_file for 2 datasets"):
+    with pytest.raises(ConfigError, match="1 success_file for 2 datasets"):
         config(tmp_path, tmp_path / "a", tmp_path / "b", success_file="labels.json")
     transform = create_transform(config(tmp_path), horizon=HORIZON, norm_stats=plain_stats())
     with pytest.raises(ConfigError, match="224x112"):

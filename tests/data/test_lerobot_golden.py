@@ -14,7 +14,8 @@ from PIL import Image
 from pirl import names
 from pirl.data import lerobot, video
 from pirl.data.cache import CacheConfig
-from pirl.data.dataset import LeRobotSource, MixedSource, inspect
+from pirl.data.dataset import LeRobotSource, MixedSource
+from pirl.data.inspection import inspect
 from pirl.data.outcomes import OutcomeRule
 from pirl.data.resize import content_size, pad
 from pirl.errors import ConfigError, DataError, PirlWarning

@@ -143,7 +143,7 @@ def test_without_labels_a_rule_must_be_declared(recorded: dict[str, list[float]]
 
 def test_a_success_file_needs_a_reward_shape() -> None:
     with pytest.raises(ConfigError, match="declare rule sparse_success"):
-        derive(columns(reward=[0, 1]), OutcomeRule(success_file="labels.json"), length=2)
+        derive(columns(reward=[0, 1]), OutcomeRule(rule="columns", success_file="labels.json"), length=2)
 
 
 @pytest.mark.parametrize(

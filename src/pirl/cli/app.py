@@ -34,6 +34,7 @@ VERBS = {
     "recipes": "list, show or copy the configurations that come with pirl",
     "doctor": "check this machine: jax and its devices, memory, disk, video, simulators",
     "inspect": "show the contents of a recipe, a checkpoint or a dataset",
+    "label": "label a dataset's episodes as success or failure in the browser",
     "norm-stats": "compute a dataset's normalisation statistics",
     "export": "export a checkpoint for OpenPI (JAX or PyTorch)",
     "completion": "print a shell completion script",

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 NAME = "inspect"
@@ -24,7 +25,8 @@ examples:
 DATA_EXAMPLES = """\
 examples:
   pirl inspect data lerobot/aloha_sim_insertion_human    from the hub, or from HF_LEROBOT_HOME
-  pirl inspect data recordings/fold_box                  a folder"""
+  pirl inspect data recordings/fold_box                  a folder
+  pirl inspect data recordings/fold_box --pictures ends.png"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a LeRobot dataset: episodes, features, tasks, outcomes"
     one = kinds.add_parser("data", help=text, description=f"Shows and checks {text}.", epilog=DATA_EXAMPLES)
     one.add_argument("location", metavar="DATASET", help="folder, or repo id on the Hugging Face hub")
+    text = "draw the first and last frames of some successes and failures"
+    one.add_argument("--pictures", type=Path, metavar="PNG", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,9 +57,14 @@ def run(args: argparse.Namespace) -> int:
 
 def data(args: argparse.Namespace) -> Iterator[str]:
     """A dataset's summary."""
-    from pirl.data.dataset import inspect
+    from pirl.data.inspection import draw_ends, inspect
 
-    yield str(inspect(args.location))
+    found = inspect(args.location)
+    yield str(found)
+    if args.pictures:
+        args.pictures.parent.mkdir(parents=True, exist_ok=True)
+        draw_ends(found.root, found.success).save(args.pictures, "PNG")
+        yield f"first and last frames -> {args.pictures}"
 
 
 def checkpoint(args: argparse.Namespace) -> Iterator[str]:

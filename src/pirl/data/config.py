@@ -52,8 +52,9 @@ class DataConfig:
     outcome: Rule = "auto"
     """Rewards and terminations: as recorded (columns), 1 at success (sparse_success), or -1 per step and 0 at success
     (step_penalty). auto: as recorded, otherwise an error."""
-    success_file: str | None = None
-    """JSON file of successful episodes of the one dataset, for sparse_success and step_penalty."""
+    success_file: str | tuple[str, ...] | None = None
+    """JSON file of successful episodes, one per dataset (`none`: no file). Default: the labels of `pirl label`, then the
+    column next.success."""
     failure: Failure = "auto"
     """Meaning of a labelled failure: the task is lost (terminal) or the recording stopped (timeout). auto: terminal,
     but timeout if steps cost something and `failure_reward` is 0. Unlabelled episodes never count as failures."""
@@ -92,10 +93,11 @@ class DataConfig:
             refuse(f"{len(self.weights)} weights for {len(self.repo_ids)} datasets", "give each dataset one weight")
         if self.weights is not None and not (min(self.weights) >= 0 and sum(self.weights) > 0):
             refuse(f"weights are {self.weights}", "weights are >= 0, and one of them is positive")
-        if self.success_file is not None and len(self.repo_ids) > 1:
+        files = self.success_file if isinstance(self.success_file, tuple) else (self.success_file,)
+        if self.success_file is not None and len(files) != max(len(self.repo_ids), 1):
             refuse(
-                f"one success_file for {len(self.repo_ids)} datasets, which all number their episodes from 0",
-                "store the outcomes as a column next.success, or train on one dataset",
+                f"{len(files)} success_file for {len(self.repo_ids)} datasets",
+                "name one per dataset (`none`: no file), or label the datasets with `pirl label`",
             )
         if not -math.inf < self.failure_reward <= 0:
             refuse(f"failure_reward is {self.failure_reward}", "0, or a negative number: failures are not to be sought")
@@ -120,6 +122,14 @@ class DataConfig:
             refuse(f"prefetch is {self.prefetch}", "0 or more batches")
         if self.seed < 0:
             refuse(f"seed is {self.seed}", "seeds are not negative")
+
+    @property
+    def success_files(self) -> tuple[str | None, ...]:
+        """The success file of each dataset, None where there is none."""
+        if self.success_file is None:
+            return (None,) * len(self.repo_ids)
+        files = self.success_file if isinstance(self.success_file, tuple) else (self.success_file,)
+        return tuple(None if file == "none" else file for file in files)
 
     @property
     def replay_bytes(self) -> int:

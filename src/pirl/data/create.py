@@ -136,7 +136,7 @@ def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) ->
             sizes.setdefault(slot, set()).add(video.frame_size(meta, key, image_size))
     letterbox = any(len(found) > 1 for found in sizes.values())
     sources = []
-    for meta, keys in zip(metas, cameras, strict=True):
+    for meta, keys, success_file in zip(metas, cameras, config.success_files, strict=True):
         state_key, action_key = find_columns(robot, meta.features)
         sources.append(
             LeRobotSource(
@@ -146,7 +146,7 @@ def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) ->
                 action_key=action_key,
                 outcome=OutcomeRule(
                     rule=config.outcome,
-                    success_file=config.success_file,
+                    success_file=success_file,
                     failure=config.failure,
                     failure_reward=config.failure_reward,
                 ),

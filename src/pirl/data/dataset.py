@@ -2,21 +2,21 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
 from pirl import names
-from pirl.data import lerobot, outcomes, video
-from pirl.data.cache import CacheConfig, FrameCache, format_bytes
-from pirl.data.lerobot import DatasetMeta, EpisodeMeta, Feature
+from pirl.data import labels, lerobot, outcomes, video
+from pirl.data.cache import CacheConfig, FrameCache
+from pirl.data.lerobot import DatasetMeta, EpisodeMeta
 from pirl.data.outcomes import Outcome, OutcomeRule
 from pirl.errors import ConfigError, DataError, PirlWarning, listing
 from pirl.records import Episode, EpisodeSource
 
-_MODEL_SIZE = 224
+MODEL_SIZE = 224
 
 
 class LeRobotSource:
@@ -30,7 +30,7 @@ class LeRobotSource:
         state_key: str | Sequence[str] = names.LEROBOT_STATE,
         action_key: str | Sequence[str] = names.LEROBOT_ACTION,
         outcome: OutcomeRule | None = None,
-        image_size: int | None = _MODEL_SIZE,
+        image_size: int | None = MODEL_SIZE,
         resize: video.Resize = "fast",
         letterbox: bool = False,
         cache: CacheConfig | None = None,
@@ -51,8 +51,8 @@ class LeRobotSource:
         """Every low-dimensional column, as the dataset names it."""
         self._state = _vectors(self.meta, self.columns, state_key)
         self._actions = _vectors(self.meta, self.columns, action_key)
-        self._tasks = _tasks(self.meta, self.columns)
-        self.rule, self.outcomes = _outcomes(self.meta, self.columns, outcome or OutcomeRule())
+        self._tasks = read_tasks(self.meta, self.columns)
+        self.rule, self.outcomes = read_outcomes(self.meta, self.columns, outcome or OutcomeRule())
 
     @property
     def lengths(self) -> Int[np.ndarray, "E"]:
@@ -285,7 +285,7 @@ def _check_finite(meta: DatasetMeta, column: np.ndarray, key: str) -> None:
     )
 
 
-def _tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+def read_tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     """The instruction of each episode: that of its first frame."""
     tasks, changing = [], []
     for episode in meta.episodes:
@@ -308,10 +308,14 @@ def _tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[str, .
     return tuple(tasks)
 
 
-def _outcomes(
+def read_outcomes(
     meta: DatasetMeta, columns: Mapping[str, np.ndarray], rule: OutcomeRule
 ) -> tuple[OutcomeRule, tuple[Outcome, ...]]:
     """The rule that applies, and what it says of each episode."""
+    verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
+    by_people = bool(verdicts) and rule.success_file is None and rule.rule != "columns"
+    if by_people:
+        rule = replace(rule, success_file=labels.LABELS_FILE)
     rule = outcomes.settle(rule, columns, where=str(meta.root))
     used = outcomes.COLUMNS if rule.rule == "columns" else (names.NEXT_SUCCESS, names.NEXT_TRUNCATED)
     known = {name: columns[name] for name in used if name in columns}
@@ -322,89 +326,19 @@ def _outcomes(
                 hint="store one value per frame, or declare an outcome rule and remove the feature",
             )
         _check_finite(meta, column, name)
-    labels: Mapping[int, bool] = {}
-    if rule.success_file is not None:
+    filed: Mapping[int, bool] = {}
+    if rule.success_file is not None and not by_people:
         path = Path(rule.success_file).expanduser()
-        labels = outcomes.read_success_file(path, {episode.index for episode in meta.episodes})
+        filed = outcomes.read_success_file(path, {episode.index for episode in meta.episodes})
 
     def of(episode: EpisodeMeta) -> Outcome:
         rows = {name: column[episode.start : episode.start + episode.length] for name, column in known.items()}
-        return outcomes.derive(rows, rule, length=episode.length, label=labels.get(episode.index))
+        if not by_people:
+            return outcomes.derive(rows, rule, length=episode.length, label=filed.get(episode.index))
+        if (verdict := verdicts.get(episode.index)) is not None:
+            told = (verdict.success, verdict.moment)
+            return outcomes.derive(rows, rule, length=episode.length, label=told[0], moment=told[1])
+        recorded = replace(rule, success_file=None) if names.NEXT_SUCCESS in rows else rule
+        return outcomes.derive(rows, recorded, length=episode.length)
 
     return rule, tuple(of(episode) for episode in meta.episodes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """What there is to know about a dataset before training on it."""
-
-    root: Path
-    """Its folder."""
-    version: str
-    """Format."""
-    robot: str
-    """Robot type, as declared."""
-    fps: int | float
-    """Frames a second."""
-    lengths: Int[np.ndarray, "E"]
-    """Frames of each episode."""
-    features: Mapping[str, Feature]
-    """By key."""
-    cameras: tuple[str, ...]
-    """Keys of the features that are pictures."""
-    tasks: Mapping[str, int]
-    """Instruction, and the number of episodes that have it."""
-    outcomes: str
-    """What the outcome rule found, or what is missing to have one."""
-    stored_bytes: int
-    """Size of its data and video files."""
-    decoded_bytes: int
-    """Size of all frames, decoded to the model's size."""
-
-    def __str__(self) -> str:
-        frames = int(self.lengths.sum())
-        stored, decoded = format_bytes(self.stored_bytes), format_bytes(self.decoded_bytes)
-        width = max(map(len, self.features))
-        rows = [f"  {key:<{width}}  {one.dtype:<8} {one.shape}" for key, one in self.features.items()]
-        return "\n".join(
-            [
-                f"{self.root}: LeRobot {self.version}, robot {self.robot or 'unknown'}, {self.fps} fps",
-                f"{len(self.lengths)} episodes of {self.lengths.min()} to {self.lengths.max()} frames, {frames} in all "
-                f"({frames / self.fps:.1f} s)",
-                "features:",
-                *rows,
-                "tasks:",
-                *(f"  {count:>5} episodes  {task}" for task, count in self.tasks.items()),
-                f"cameras: {', '.join(self.cameras) or 'none'}",
-                self.outcomes,
-                f"{stored} on disk, {decoded} decoded for a model that sees {_MODEL_SIZE}x{_MODEL_SIZE}",
-            ]
-        )
-
-
-def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
-    """Read and check everything but the pictures."""
-    meta = lerobot.read_meta(lerobot.resolve(path))
-    lerobot.check_files(meta, meta.cameras)
-    columns = lerobot.read_columns(meta)
-    tasks = _tasks(meta, columns)
-    try:
-        rule, found = _outcomes(meta, columns, outcome or OutcomeRule())
-        said = outcomes.describe(rule, found, columns)
-    except DataError as error:
-        said = f"outcomes: {error}"
-    spans = [span for episode in meta.episodes for span in (episode.data, *episode.cameras.values())]
-    pixels = sum(np.prod(video.frame_size(meta, camera, _MODEL_SIZE)) for camera in meta.cameras)
-    return Inspection(
-        root=meta.root,
-        version=meta.version,
-        robot=meta.robot,
-        fps=meta.fps,
-        lengths=meta.lengths,
-        features=meta.features,
-        cameras=meta.cameras,
-        tasks={task: tasks.count(task) for task in dict.fromkeys(tasks)},
-        outcomes=said,
-        stored_bytes=sum(one.stat().st_size for one in {span.path for span in spans}),
-        decoded_bytes=int(pixels) * 3 * int(meta.lengths.sum()),
-    )

@@ -116,7 +116,7 @@ def _read_v30(root: Path, info: dict[str, Any]) -> Metadata:
 def stage_episodes(root: Path, meta: Metadata, episodes: Sequence[FinishedEpisode]) -> Metadata:
     """Writes every file that changes with the episodes under `.writing/next`; returns the metadata as it will be."""
     recover(root)
-    staged = root / STAGE / "next"
+    staged = staging(root)
     info, tasks = meta.info, {**meta.tasks}
     for episode in episodes:
         tasks[episode.task] = next_task_index(tasks, episode.task)
@@ -126,6 +126,11 @@ def stage_episodes(root: Path, meta: Metadata, episodes: Sequence[FinishedEpisod
     after = stage(root, staged, after, episodes)
     write_json(staged / INFO_FILE, after.info)
     return after
+
+
+def staging(root: Path) -> Path:
+    """The folder whose files `commit` makes part of the dataset."""
+    return root / STAGE / "next"
 
 
 def next_task_index(tasks: Mapping[str, int], task: str) -> int:
@@ -168,15 +173,15 @@ def _next_info(info: Mapping[str, Any], episode: FinishedEpisode, *, total_tasks
 def _stage_v21(root: Path, staged: Path, meta: Metadata, episodes: Sequence[FinishedEpisode]) -> Metadata:
     for index, episode in enumerate(episodes, meta.info["total_episodes"] - len(episodes)):
         place = {"episode_chunk": index // meta.info["chunks_size"], "episode_index": index}
-        pq.write_table(episode.table, _new_file(staged, meta.info["data_path"].format(**place)))
+        pq.write_table(episode.table, new_file(staged, meta.info["data_path"].format(**place)))
         for key, video in episode.videos.items():
-            os.replace(video, _new_file(staged, meta.info["video_path"].format(video_key=key, **place)))
+            os.replace(video, new_file(staged, meta.info["video_path"].format(video_key=key, **place)))
         stats = {key: {name: value.tolist() for name, value in column.items()} for key, column in episode.stats.items()}
         added = {"episode_index": index, "tasks": [episode.task], "length": episode.table.num_rows}
         _append_line(root, staged, "meta/episodes.jsonl", added)
         _append_line(root, staged, "meta/episodes_stats.jsonl", {"episode_index": index, "stats": stats})
     lines = [{"task_index": number, "task": task} for task, number in meta.tasks.items()]
-    _new_file(staged, TASKS[V21]).write_text("".join(map(_json_line, lines)), "utf-8")
+    new_file(staged, TASKS[V21]).write_text("".join(map(_json_line, lines)), "utf-8")
     return meta
 
 
@@ -201,13 +206,25 @@ def _stage_v30(root: Path, staged: Path, meta: Metadata, episodes: Sequence[Fini
 
     table = pa.Table.from_pylist(rows)
     if append and meta.episodes is not None:
+        table = _as_numbers(table, meta.episodes.schema)
         table = pa.concat_tables([meta.episodes, table], promote_options="permissive")
     stats = merge_stats([meta.stats, *(episode.stats for episode in episodes)])
-    pq.write_table(table, _new_file(staged, EPISODES_PATH.format(**place)))
-    pq.write_table(_tasks_table(meta.tasks), _new_file(staged, TASKS[V30]))
+    pq.write_table(table, new_file(staged, EPISODES_PATH.format(**place)))
+    pq.write_table(_tasks_table(meta.tasks), new_file(staged, TASKS[V30]))
     lists = {key: {name: value.tolist() for name, value in column.items()} for key, column in stats.items()}
     write_json(staged / "meta/stats.json", lists)
     return Metadata(info=meta.info, tasks=meta.tasks, stats=stats, episodes=table)
+
+
+def _as_numbers(table: pa.Table, before: pa.Schema) -> pa.Table:
+    """Bounds of boolean columns as the earlier rows have them: LeRobot 0.6 stores numbers, 0.4 booleans."""
+    for place, field in enumerate(table.schema):
+        if field.type != (known := before.field(field.name).type if field.name in before.names else field.type) and (
+            pa.types.is_list(field.type) and pa.types.is_boolean(field.type.value_type)
+        ):
+            numbers = [None if row is None else [float(flag) for flag in row] for row in table[place].to_pylist()]
+            table = table.set_column(place, field.name, pa.array(numbers).cast(known))
+    return table
 
 
 def _place(
@@ -257,7 +274,7 @@ def _stage_rows(
     located: list[dict[str, int]] = []
     while len(located) < len(tables):
         path, schema = path_of(**place), tables[0].schema
-        with pa.OSFile(str(_new_file(staged, path)), "wb") as file, pq.ParquetWriter(file, schema) as writer:
+        with pa.OSFile(str(new_file(staged, path)), "wb") as file, pq.ParquetWriter(file, schema) as writer:
             if append:
                 with pq.ParquetFile(root / path) as existing:
                     for group in range(existing.num_row_groups):
@@ -290,7 +307,7 @@ def _stage_video(
     current = _newest(root, staged, path_of(**place))
     if append and not can_append(current, video, fps=fps):
         place, append = _following(place, meta.info["chunks_size"]), False
-    target = _new_file(staged, path_of(**place))
+    target = new_file(staged, path_of(**place))
     first = 0
     if append:
         if current == target:  # an episode staged before began or lengthened it
@@ -333,7 +350,8 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def _new_file(staged: Path, relative: str) -> Path:
+def new_file(staged: Path, relative: str) -> Path:
+    """Where a staged file is written; its folder is there."""
     path = staged / relative
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -343,7 +361,7 @@ def _append_line(root: Path, staged: Path, relative: str, value: Mapping[str, An
     current = _newest(root, staged, relative)
     before = current.read_text("utf-8") if current.exists() else ""
     newline = "" if before.endswith("\n") or not before else "\n"
-    _new_file(staged, relative).write_text(before + newline + _json_line(value), "utf-8")
+    new_file(staged, relative).write_text(before + newline + _json_line(value), "utf-8")
 
 
 def _json_line(value: Mapping[str, Any]) -> str:

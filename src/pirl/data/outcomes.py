@@ -29,8 +29,8 @@ class OutcomeRule:
     """auto, columns, sparse_success, or step_penalty."""
     success_file: str | None = None
     """JSON or JSON lines that say which episodes succeeded: {"0": true, ...} or {"episode_index": 0, "success": true}.
-    With sparse_success and step_penalty; without it the column next.success decides, and without that every episode
-    counts as a success."""
+    With sparse_success (what `auto` then means) and step_penalty. Without it the labels of `pirl label` decide, then
+    the column next.success; without either every episode counts as a success."""
     failure: Failure = "auto"
     """What a labelled failure ends in, where next.truncated does not say."""
     failure_reward: float = 0.0
@@ -55,29 +55,40 @@ def settle(rule: OutcomeRule, available: Collection[str], *, where: str) -> Outc
     """Replace `auto` by the rule that applies to a dataset with these columns, and refuse what cannot apply."""
     found = [name for name in COLUMNS if name in available]
     usable = NEXT_REWARD in found or NEXT_SUCCESS in found
-    if rule.success_file and rule.rule not in ("sparse_success", "step_penalty"):
+    if rule.success_file and rule.rule == "columns":
         raise ConfigError(
-            f"the outcome rule {rule.rule!r} has a success file but no reward shape",
+            "the outcome rule 'columns' reads what was recorded, and a success file says otherwise",
             hint="declare rule sparse_success (1 at success) or step_penalty (-1 per step, 0 at success)",
         )
+    if rule.success_file and rule.rule == "auto":
+        return replace(rule, rule="sparse_success")
     if rule.rule in ("auto", "columns") and not usable:
         raise DataError(
             f"{where}: no column {NEXT_REWARD} or {NEXT_SUCCESS}, so what its episodes achieved is unknown"
             + (f" ({', '.join(found)} alone does not tell success from time-out)" if found else ""),
             hint="declare an outcome rule: sparse_success if every episode is a successful demonstration, step_penalty "
-            "for -1 per step, either with a success_file if some episodes failed",
+            "for -1 per step; if some episodes failed, label them with `pirl label DATASET` or give a success_file",
         )
     return replace(rule, rule="columns") if rule.rule == "auto" else rule
 
 
 def derive(
-    columns: Mapping[str, Shaped[np.ndarray, "T ..."]], rule: OutcomeRule, *, length: int, label: bool | None = None
+    columns: Mapping[str, Shaped[np.ndarray, "T ..."]],
+    rule: OutcomeRule,
+    *,
+    length: int,
+    label: bool | None = None,
+    moment: int | None = None,
 ) -> Outcome:
-    """Rewards and end of one episode from its rows. `label` is its entry in the success file, None if it has none."""
+    """Rewards and end of one episode from its rows.
+
+    `label` is its entry in the success file, None if it has none; `moment` the first frame of success, None for the
+    last one.
+    """
     rule = settle(rule, columns, where="the episode")
     if rule.rule == "columns":
         return _from_columns(columns, rule, length)
-    return _declared(columns, rule, length, label)
+    return _declared(columns, rule, length, label, moment)
 
 
 def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int) -> Outcome:
@@ -109,10 +120,12 @@ def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: 
     return _outcome(rule, rewards, terminated, cut, success, labelled=labelled)
 
 
-def _declared(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int, label: bool | None) -> Outcome:
+def _declared(
+    columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int, label: bool | None, moment: int | None
+) -> Outcome:
     """The declared reward shape, with success from the file, else from its column, else taken for granted."""
     if rule.success_file is not None:
-        success, reached = label, _last(length) & bool(label)
+        success, reached = label, _from(length - 1 if moment is None else moment, length) & bool(label)
     elif (recorded := _flags(columns, NEXT_SUCCESS)) is not None:
         success, reached = bool(recorded.any()), recorded
     else:
@@ -149,6 +162,10 @@ def _loses(rule: OutcomeRule, rewards: Float32[np.ndarray, "T"], cut: Bool[np.nd
     if rule.failure == "auto":
         return rule.failure_reward < 0 or not (rewards < 0).any()
     return rule.failure == "terminal"
+
+
+def _from(first: int, length: int) -> Bool[np.ndarray, "T"]:
+    return np.arange(length) >= first
 
 
 def _last(length: int) -> Bool[np.ndarray, "T"]:

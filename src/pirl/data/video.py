@@ -143,14 +143,23 @@ def _frames_from(
             return
 
 
+def stored_pictures(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> list[bytes]:
+    """The episode's pictures of an image feature, as they are stored (PNG)."""
+    return [_stored(meta, cell) for cell in _cells(episode, camera)]
+
+
+def _stored(meta: DatasetMeta, cell: Mapping[str, Any]) -> bytes:
+    """The bytes of a cell, or of the file it names."""
+    return cell["bytes"] if cell["bytes"] is not None else (meta.root / cell["path"]).read_bytes()
+
+
 def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np.ndarray]:
     """The episode's pictures from the parquet file's `struct<bytes, path>` column."""
     where = f"{episode.data.path}: episode {episode.index}"
     number = 0
     try:
         for cell in _cells(episode, camera):
-            data = cell["bytes"] if cell["bytes"] is not None else (meta.root / cell["path"]).read_bytes()
-            with Image.open(io.BytesIO(data)) as picture:
+            with Image.open(io.BytesIO(_stored(meta, cell))) as picture:
                 image = np.asarray(picture.convert("RGB"))
             _check_size(image.shape[0], image.shape[1], meta, camera, where)
             yield image

@@ -87,7 +87,7 @@ class LeRobotWriter:
             "video_path": VIDEO_PATH[version] if videos else None,
             "features": _normal_form(own) | STANDARD_FEATURES,
         }
-        self._lock = _lock(self.root)
+        self._lock = lock_dataset(self.root)
         try:
             self._meta = _open(self.root, info, existing)
         except BaseException:
@@ -286,9 +286,7 @@ class LeRobotWriter:
         self._videos: dict[str, EpisodeVideo] = {}
 
     def _release(self) -> None:
-        if not (self.root / STAGE / "commit").exists():  # else an episode waits there for the next writer
-            shutil.rmtree(self.root / STAGE, ignore_errors=True)
-        self._lock.release()
+        release_dataset(self.root, self._lock)
 
 
 def _normal_form(features: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +295,8 @@ def _normal_form(features: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(plain)))
 
 
-def _lock(root: Path) -> FileLock:
+def lock_dataset(root: Path) -> FileLock:
+    """The dataset's only writer, until the lock is released."""
     if root.exists() and not root.is_dir():
         raise DataError(f"{root} is a file, expected a folder", hint="choose another place for the dataset")
     (root / STAGE).mkdir(parents=True, exist_ok=True)
@@ -307,6 +306,13 @@ def _lock(root: Path) -> FileLock:
     except Timeout as error:
         raise DataError(f"{root} is being written by another writer", hint="wait until that one is closed") from error
     return lock
+
+
+def release_dataset(root: Path, lock: FileLock) -> None:
+    """Let the next writer in, and leave nothing of this one behind."""
+    if not (root / STAGE / "commit").exists():  # else an episode waits there for the next writer
+        shutil.rmtree(root / STAGE, ignore_errors=True)
+    lock.release()
 
 
 def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:

@@ -1,0 +1,72 @@
+"""`pirl label`: people say which recorded episodes succeeded, in a page on this machine."""
+
+import argparse
+import getpass
+import webbrowser
+
+NAME = "label"
+HELP = """\
+Plays a LeRobot dataset's episodes in the browser. Keys label each one: success, failure or unsure, optionally with the
+moment of success and a quality from 0 to 5. Labels go to meta/pirl_labels.jsonl at once; training finds them there.
+Several people can label one dataset; `pirl inspect data` shows conflicts.
+
+The page is served to this machine only. --write opens no page: it stores the labels as the column next.success, which
+LeRobot reads."""
+EXAMPLES = """\
+examples:
+  pirl label recordings/fold_box
+  pirl label recordings/fold_box --name ann --port 8000   on another machine: ssh -L 8000:localhost:8000 HOST
+  pirl label recordings/fold_box --write                  store next.success in the dataset"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl label`."""
+    parser.add_argument("data", metavar="DATASET", help="folder, or repo id on the Hugging Face hub")
+    parser.add_argument("--name", metavar="NAME", help="who labels (default: your user name; the page can change it)")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port of the page (default: a free one)")
+    parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
+    parser.add_argument("--write", action="store_true", help="store the labels as next.success, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C, or write the column."""
+    from pirl.data import lerobot
+
+    root = lerobot.resolve(args.data)
+    if args.write:
+        from pirl.data.label_columns import write_success
+
+        count = write_success(root)
+        print(f"next.success of {count} episodes -> {root}")
+        return 0
+    _serve(args)
+    print(f"labels are in {root / 'meta'}; see them with: pirl inspect data {args.data}")
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from pirl.errors import ConfigError
+    from pirl.label.server import LabelServer
+
+    try:
+        server = LabelServer(args.data, name=args.name or _user(), port=args.port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port {args.port}: {error}", hint="leave --port out to take a free one") from error
+    with server:
+        print(
+            f"labelling {server.meta.root} at {server.url}\nCtrl-C ends; every label is stored when it is given",
+            flush=True,
+        )
+        if not args.no_open:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container without a user
+        return ""

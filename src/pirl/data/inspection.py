@@ -1,0 +1,129 @@
+"""What there is to know about a dataset before training on it, for people."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+from PIL import Image, ImageDraw
+
+from pirl.data import labels, lerobot, outcomes, video
+from pirl.data.cache import format_bytes
+from pirl.data.dataset import MODEL_SIZE, read_outcomes, read_tasks
+from pirl.data.lerobot import Feature
+from pirl.data.outcomes import OutcomeRule
+from pirl.errors import DataError
+
+_CAPTION = 16  # pixels above each picture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What there is to know about a dataset before training on it."""
+
+    root: Path
+    """Its folder."""
+    version: str
+    """Format."""
+    robot: str
+    """Robot type, as declared."""
+    fps: int | float
+    """Frames a second."""
+    lengths: Int[np.ndarray, "E"]
+    """Frames of each episode."""
+    features: Mapping[str, Feature]
+    """By key."""
+    cameras: tuple[str, ...]
+    """Keys of the features that are pictures."""
+    tasks: Mapping[str, int]
+    """Instruction, and the number of episodes that have it."""
+    outcomes: str
+    """What the outcome rule found, or what is missing to have one."""
+    labels: str
+    """Who labelled what with `pirl label`, and where they disagree; empty where nobody did."""
+    success: tuple[bool | None, ...]
+    """Of each episode; None where nobody knows."""
+    stored_bytes: int
+    """Size of its data and video files."""
+    decoded_bytes: int
+    """Size of all frames, decoded to the model's size."""
+
+    def __str__(self) -> str:
+        frames = int(self.lengths.sum())
+        stored, decoded = format_bytes(self.stored_bytes), format_bytes(self.decoded_bytes)
+        width = max(map(len, self.features))
+        rows = [f"  {key:<{width}}  {one.dtype:<8} {one.shape}" for key, one in self.features.items()]
+        return "\n".join(
+            [
+                f"{self.root}: LeRobot {self.version}, robot {self.robot or 'unknown'}, {self.fps} fps",
+                f"{len(self.lengths)} episodes of {self.lengths.min()} to {self.lengths.max()} frames, {frames} in all "
+                f"({frames / self.fps:.1f} s)",
+                "features:",
+                *rows,
+                "tasks:",
+                *(f"  {count:>5} episodes  {task}" for task, count in self.tasks.items()),
+                f"cameras: {', '.join(self.cameras) or 'none'}",
+                *([self.labels] if self.labels else []),
+                self.outcomes,
+                f"{stored} on disk, {decoded} decoded for a model that sees {MODEL_SIZE}x{MODEL_SIZE}",
+            ]
+        )
+
+
+def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
+    """Read and check everything but the pictures."""
+    meta = lerobot.read_meta(lerobot.resolve(path))
+    lerobot.check_files(meta, meta.cameras)
+    columns = lerobot.read_columns(meta)
+    tasks = read_tasks(meta, columns)
+    verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
+    success: tuple[bool | None, ...] = (None,) * len(meta.episodes)
+    try:
+        rule, found = read_outcomes(meta, columns, outcome or OutcomeRule())
+        said = outcomes.describe(rule, found, columns)
+        success = tuple(one.success for one in found)
+    except DataError as error:
+        said = f"outcomes: {error}"
+    spans = [span for episode in meta.episodes for span in (episode.data, *episode.cameras.values())]
+    pixels = sum(np.prod(video.frame_size(meta, camera, MODEL_SIZE)) for camera in meta.cameras)
+    return Inspection(
+        root=meta.root,
+        version=meta.version,
+        robot=meta.robot,
+        fps=meta.fps,
+        lengths=meta.lengths,
+        features=meta.features,
+        cameras=meta.cameras,
+        tasks={task: tasks.count(task) for task in dict.fromkeys(tasks)},
+        outcomes=said,
+        labels=labels.describe(verdicts, [one.index for one in meta.episodes]),
+        success=success,
+        stored_bytes=sum(one.stat().st_size for one in {span.path for span in spans}),
+        decoded_bytes=int(pixels) * 3 * int(meta.lengths.sum()),
+    )
+
+
+def draw_ends(path: str | Path, success: Sequence[bool | None], *, rows: int = 4, size: int = 160) -> Image.Image:
+    """First and last frames of the first successes and failures, every camera: is each episode what it is called?"""
+    meta = lerobot.read_meta(lerobot.resolve(path))
+    if not meta.cameras:
+        raise DataError(f"{meta.root}: has no cameras, so there is nothing to draw", hint="leave out --pictures")
+    groups = {"success": True, "failure": False, "unlabelled": None}
+    chosen = [
+        (word, episode)
+        for word, kind in groups.items()
+        for episode in [one for one, found in zip(meta.episodes, success, strict=True) if found is kind][:rows]
+    ]
+    sheet = Image.new("RGB", (2 * len(meta.cameras) * size, len(chosen) * (size + _CAPTION)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (word, episode) in enumerate(chosen):
+        top = row * (size + _CAPTION)
+        for column, camera in enumerate(meta.cameras):
+            frames = video.read_frames(meta, episode, camera, size=size, letterbox=True)
+            for side, number in enumerate((0, len(frames) - 1)):
+                left = (2 * column + side) * size
+                name = camera.removeprefix("observation.images.")
+                draw.text((left + 3, top + 2), f"{episode.index} {word}, {name} {number}", fill="black")
+                sheet.paste(Image.fromarray(frames[number]), (left, top + _CAPTION))
+    return sheet

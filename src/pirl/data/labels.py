@@ -1,0 +1,225 @@
+"""Outcome labels that people give: one JSON object a line, beside the dataset's own metadata.
+
+The file only grows. A line counts once it is on the disk (`append` returns after fsync); the newest line of a person
+about an episode is that person's label. A line that a crash cut off was never acknowledged and is dropped. LeRobot
+ignores the file; `label_columns` turns it into `next.success`, which LeRobot reads.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pirl.errors import DataError, listing
+
+LABELS_FILE = "meta/pirl_labels.jsonl"
+MAX_NAME = 80
+BEST_QUALITY = 5
+
+Choice = Literal["success", "failure", "unsure"]
+"""What a person says of an episode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What one person said of one episode."""
+
+    episode_index: int
+    """The dataset's own number of the episode."""
+    by: str
+    """Who said it."""
+    outcome: Choice | None
+    """None withdraws what this person said before."""
+    moment: int | None = None
+    """The first frame at which the task is done; None: the last one."""
+    quality: int | None = None
+    """0 (useless) to 5 (perfect)."""
+    at: str = ""
+    """When, in UTC."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the labels of one episode amount to."""
+
+    labels: tuple[Label, ...]
+    """The newest of each person."""
+
+    @property
+    def conflict(self) -> bool:
+        """One person says success, another failure."""
+        return {"success", "failure"} <= {label.outcome for label in self.labels}
+
+    @property
+    def success(self) -> bool | None:
+        """None where people disagree, or none of them is sure."""
+        said = {label.outcome for label in self.labels} - {"unsure"}
+        return None if len(said) != 1 else said == {"success"}
+
+    @property
+    def moment(self) -> int | None:
+        """The first frame of success: the earliest that was named."""
+        return min((label.moment for label in self.labels if label.moment is not None), default=None)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{label.by} {label.outcome}" for label in self.labels)
+
+
+def parse(entry: Any, *, where: str, lengths: Mapping[int, int]) -> Label:
+    """A label from JSON, checked against the episodes' lengths."""
+
+    def refuse(problem: str) -> DataError:
+        hint = '{"episode_index": 3, "by": "ann", "outcome": "success", "moment": 41, "quality": 4}; moment and quality'
+        return DataError(f"{where}: {problem}", hint=f"expected {hint} may be null")
+
+    if not isinstance(entry, dict) or not {"episode_index", "by", "outcome"} <= set(entry):
+        raise refuse("not a label")
+    index, by, outcome = entry["episode_index"], entry["by"], entry["outcome"]
+    moment, quality, at = entry.get("moment"), entry.get("quality"), entry.get("at", "")
+    if type(index) is not int or index not in lengths:
+        raise refuse(f"episode {index!r} is not in the dataset, which has {len(lengths)} episodes")
+    if not isinstance(by, str) or not by.strip() or len(by) > MAX_NAME or not by.isprintable():
+        raise refuse(f"by is {by!r}, expected a name of 1 to {MAX_NAME} printable characters")
+    if outcome is not None and outcome not in get_args(Choice):
+        raise refuse(f"outcome is {outcome!r}, expected one of {', '.join(get_args(Choice))}")
+    if moment is not None and (type(moment) is not int or not 0 <= moment < lengths[index] or outcome != "success"):
+        raise refuse(f"moment is {moment!r}, expected a frame of a success, 0 to {lengths[index] - 1}")
+    if quality is not None and (type(quality) is not int or not 0 <= quality <= BEST_QUALITY):
+        raise refuse(f"quality is {quality!r}, expected 0 to {BEST_QUALITY}")
+    if not isinstance(at, str):
+        raise refuse(f"at is {at!r}, expected a time")
+    return Label(episode_index=index, by=by.strip(), outcome=outcome, moment=moment, quality=quality, at=at)
+
+
+def append(root: Path, label: Label) -> Label:
+    """Add a label; when this returns it is on the disk. Several processes may do so at once."""
+    label = Label(**{**asdict(label), "at": label.at or datetime.now(UTC).isoformat(timespec="milliseconds")})
+    line = json.dumps(asdict(label), ensure_ascii=False) + "\n"
+    path = root / LABELS_FILE
+    with _locked(path) as file:
+        end = _mend(file)
+        try:
+            _write(file, line.encode())
+            os.fsync(file)
+        except OSError as error:
+            os.ftruncate(file, end)
+            raise DataError(
+                f"{path}: the label of episode {label.episode_index} was not stored ({error})",
+                hint="free some space on the disk, then label the episode again; earlier labels are safe",
+            ) from error
+    return label
+
+
+def read(root: Path, lengths: Mapping[int, int]) -> list[Label]:
+    """All labels in the order they were given; none where nobody has labelled."""
+    path = root / LABELS_FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error})", hint="check its permissions") from error
+    lines = content.split(b"\n")
+    if not _whole(lines[-1]):
+        lines.pop()  # cut off by a crash, before anyone was told that it was stored
+    labels = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not JSON ({error})", hint="repair or remove that line") from error
+            labels.append(parse(entry, where=where, lengths=lengths))
+    return labels
+
+
+def newest(labels: Sequence[Label]) -> dict[int, Verdict]:
+    """By episode, the newest label of each person; episodes whose labels were all withdrawn are left out."""
+    latest: dict[tuple[int, str], Label] = {}
+    for label in labels:
+        latest[label.episode_index, label.by] = label
+    found: dict[int, list[Label]] = {}
+    for label in latest.values():
+        if label.outcome is not None:
+            found.setdefault(label.episode_index, []).append(label)
+    return {index: Verdict(labels=tuple(sorted(found[index], key=lambda one: one.by))) for index in sorted(found)}
+
+
+def describe(verdicts: Mapping[int, Verdict], episodes: Collection[int]) -> str:
+    """Who labelled how many, what came of it, and where people disagree; empty where nobody has labelled."""
+    if not verdicts:
+        return ""
+    people: dict[str, int] = {}
+    for verdict in verdicts.values():
+        for label in verdict.labels:
+            people[label.by] = people.get(label.by, 0) + 1
+    conflicts = {index: verdict for index, verdict in verdicts.items() if verdict.conflict}
+    won, lost = (sum(one.success is kind for one in verdicts.values()) for kind in (True, False))
+    unsure = len(verdicts) - won - lost - len(conflicts)
+    lines = [
+        f"labels ({LABELS_FILE}) by {', '.join(f'{by} ({count})' for by, count in sorted(people.items()))}: "
+        f"{won} successes, {lost} failures, {unsure} unsure, {len(conflicts)} conflicts, "
+        f"{len(set(episodes) - set(verdicts))} episodes without a label"
+    ]
+    if conflicts:
+        lines += ["conflicts:", listing([f"episode {index}: {verdict}" for index, verdict in conflicts.items()])]
+    return "\n".join(lines)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, open for reading and appending, for this process alone."""
+    try:
+        new = not path.exists()
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise DataError(
+            f"{path}: labels cannot be stored there ({error})",
+            hint="copy the dataset to a folder you may write to, and label that copy",
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if new:
+            _sync_folder(path.parent)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _mend(file: int) -> int:
+    """Make the file end with a whole line; the length it then has."""
+    content = os.pread(file, os.fstat(file).st_size, 0)
+    tail = content[content.rfind(b"\n") + 1 :]
+    if not tail:
+        return len(content)
+    if _whole(tail):  # somebody's editor left out the last newline
+        _write(file, b"\n")
+        return len(content) + 1
+    os.ftruncate(file, len(content) - len(tail))
+    return len(content) - len(tail)
+
+
+def _whole(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
