@@ -1,10 +1,10 @@
-"""Writes the pages of the documentation that the code knows best: docs/cli.md and docs/recipes.md.
+"""Generates docs/cli.md and docs/recipes.md from the code.
 
-    python docs/generate.py              write them (`make docs` does so before it builds the site)
-    python docs/generate.py --check      write nothing; exit with 1 if they are not what the code says today
+    python docs/generate.py              write them (`make docs` runs this first)
+    python docs/generate.py --check      write nothing; exit with 1 if they are out of date
 
-tests/test_docs_site.py checks the same. Change the code, never the pages. Help is put together from argparse's actions
-and not from its printed form, which differs between versions of Python.
+tests/test_docs_site.py checks the same. Change the code, never the pages. The text comes from argparse's actions,
+because its printed help differs between Python versions.
 """
 
 import argparse
@@ -24,8 +24,8 @@ DOCS = Path(__file__).parent
 MARK = "<!-- Written by docs/generate.py from the code. Change the code, then: make docs -->\n"
 
 CLI_INTRO = """\
-Every verb has `--help`, which answers at once, also where jax is broken. Settings of a run are flags as well, such as
-`--agent.discount 0.995` or `--mesh.fsdp 8`: `pirl train RECIPE --help` lists all of them with their present values,
+Every verb has `--help`, which works even if jax is broken. Every setting of a run is a flag, such as
+`--agent.discount 0.995` or `--mesh.fsdp 8`: `pirl train RECIPE --help` lists all with their values,
 `pirl recipes show RECIPE` explains each.
 
 | exit code | means |
@@ -33,38 +33,38 @@ Every verb has `--help`, which answers at once, also where jax is broken. Settin
 | 0 | done |
 | 1 | an error: a message and a hint; `PIRL_DEBUG=1` adds the traceback |
 | 2 | wrong usage |
-| 130 | interrupted; a run in training has saved a checkpoint |
+| 130 | interrupted; training has saved a checkpoint |
 """
 
 RECIPES_INTRO = """\
-A recipe is a complete configuration with a name. Any of its settings can be changed by a flag or in a YAML file:
+A recipe is a named, complete configuration. Override any setting with a flag or in a YAML file:
 [training](training.md#configuration).
 
 ```bash
-pirl recipes ls                                # this table, shorter
-pirl recipes show acrlpd_libero                # every setting, each explained
-pirl recipes cp acrlpd_libero my.yaml          # a file to change; then: pirl train my.yaml --exp-name first
-pirl train acrlpd_tabletop --variant quick     # a few steps of the real thing; --debug takes a tiny model as well
+pirl recipes ls                                # a shorter table
+pirl recipes show acrlpd_libero                # every setting, explained
+pirl recipes cp acrlpd_libero my.yaml          # a file to edit; then: pirl train my.yaml --exp-name first
+pirl train acrlpd_tabletop --variant quick     # a few steps of the real model; --debug uses a tiny one
 pirl plan acrlpd_libero_lora --device-gb 24    # does it fit?
 ```
 
-Chunk is `model.horizon`, the actions planned at once; in parentheses how many of them the critic scores
-(`data.critic_horizon`). Steps of RIPT are iterations: collect groups of rollouts, then learn from them.
+Chunk is `model.horizon`, the actions per plan; in parentheses how many of them the critic scores
+(`data.critic_horizon`). A RIPT step is one iteration: collect groups of rollouts, then learn from them.
 """
 
 PURPOSES = {
-    "debug": "every part of an ACRLPD run without a file",
-    "debug_bc": "the same for imitation; its baseline",
-    "bc_tabletop": "imitation of imperfect demonstrations: the start of the three below",
+    "debug": "a complete ACRLPD run without files",
+    "debug_bc": "the same for imitation, as a baseline",
+    "bc_tabletop": "imitate imperfect demonstrations; start of the three below",
     "acrlpd_tabletop": "improve it offline, from the same demonstrations",
-    "acrlpd_tabletop_online": "the same, then with episodes of its own in a replay buffer",
-    "ript_tabletop": "improve it by groups of rollouts, without a critic",
+    "acrlpd_tabletop_online": "the same, then online with a replay buffer",
+    "ript_tabletop": "improve it with group rollouts, without a critic",
     "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
     "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
     "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",
     "bc_aloha_fold_lora": "bc_aloha_fold on one card of 24 GB",
     "ript_aloha_transfer": "improve a released policy in gym-aloha's TransferCube",
-    "acrlpd_libero": "improve π₀.₅ offline on LIBERO and rollouts in it, several large GPUs",
+    "acrlpd_libero": "improve π₀.₅ offline on LIBERO and rollouts, several large GPUs",
     "acrlpd_libero_lora": "acrlpd_libero on one card of 24 GB",
     "bc_libero": "OpenPI's pi05_libero",
     "bc_libero_lora": "bc_libero on one card of 24 GB",
@@ -74,12 +74,12 @@ PURPOSES = {
     "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
     "bc_droid_lora": "bc_droid on one card of 24 GB",
 }
-"""What each recipe is for: the one thing about it that its settings do not say."""
+"""The purpose of each recipe."""
 
 MEASURED = {
-    "tabletop": "Measured, three seeds: [RIPT](algorithms-ript.md#tabletop) has the table, and with which settings.\n",
+    "tabletop": "Results over three seeds: [what works today](status.md#does-it-learn).\n",
 }
-"""Results that are written down elsewhere, by module."""
+"""Links to results, by module."""
 
 TITLES = {
     "debug": "Without files",
@@ -94,14 +94,14 @@ COLUMNS = ("recipe", "for", "algorithm", "model, what trains", "data", "environm
 
 
 def pages() -> dict[Path, str]:
-    """Every page that is written here, with its text."""
+    """Every generated page with its text."""
     return {DOCS / "cli.md": cli_page(), DOCS / "recipes.md": recipes_page()}
 
 
 def cli_page() -> str:
     """The reference of the `pirl` command."""
     verbs = [f"| [`pirl {name}`](#pirl-{name}) | {summary} |" for name, summary in app.VERBS.items()]
-    parts = ["# The command\n", MARK, CLI_INTRO, "\n".join(["| verb | does |", "|---|---|", *verbs]) + "\n"]
+    parts = ["# Command line\n", MARK, CLI_INTRO, "\n".join(["| verb | does |", "|---|---|", *verbs]) + "\n"]
     for name in app.VERBS:
         parts += describe(subparsers(app.build_parser([name]))[name], f"pirl {name}", level=2)
     return "\n".join(parts)

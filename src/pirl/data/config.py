@@ -53,8 +53,8 @@ class DataConfig:
     """Rewards and terminations: as recorded (columns), 1 at success (sparse_success), or -1 per step and 0 at success
     (step_penalty). auto: as recorded, otherwise an error."""
     success_file: str | tuple[str, ...] | None = None
-    """JSON file of successful episodes, one per dataset (`none`: no file). Default: the labels of `pirl label`, then the
-    column next.success."""
+    """JSON file of successful episodes, one per dataset (`none`: no file). Default: the labels of `pirl label`, then
+    the column next.success."""
     failure: Failure = "auto"
     """Meaning of a labelled failure: the task is lost (terminal) or the recording stopped (timeout). auto: terminal,
     but timeout if steps cost something and `failure_reward` is 0. Unlabelled episodes never count as failures."""

@@ -1,4 +1,4 @@
-"""Named configurations. `get_config` gives one by name, `load` also from a YAML file, `cli` with flags on top.
+"""Named configurations. `get_config` returns one by name, `load` also reads YAML files, `cli` also applies flags.
 
 A recipe is Python: one `RLTrainConfig` in the module of its robot. The module's docstring gives the command, the
 hardware, and what is known of the results.
@@ -21,7 +21,7 @@ ALIASES: Mapping[str, str] = {"rl_fold_box": "acrlpd_aloha_fold"}
 
 
 def get_config(name: str) -> RLTrainConfig:
-    """A recipe by its name; a typo is answered with the nearest names."""
+    """A recipe by name; an unknown name raises with the nearest matches."""
     if ALIASES.get(name, name) not in RECIPES:
         raise did_you_mean(name, [*RECIPES, *ALIASES], kind="recipe")
     return RECIPES[ALIASES.get(name, name)]
@@ -33,13 +33,13 @@ def list_configs() -> list[str]:
 
 
 def about(name: str) -> str:
-    """What is written about a recipe: the text of its module."""
+    """A recipe's description: its module's docstring."""
     module = next(module for module in _MODULES if get_config(name) in module.RECIPES)
     return (module.__doc__ or "").strip()
 
 
 def load(source: str) -> RLTrainConfig:
-    """A recipe by its name, or what a YAML file says: complete, or `recipe: NAME` and what differs from it."""
+    """A recipe by name or from a YAML file, which is complete or has `recipe: NAME` and overrides."""
     if Path(source).suffix not in (".yaml", ".yml"):
         return get_config(source)
     data = read_yaml(source)

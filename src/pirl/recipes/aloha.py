@@ -1,27 +1,27 @@
-"""ALOHA, two arms with 14 joints at 50 Hz: folding a box, and whatever else was recorded on it.
+"""ALOHA, two arms with 14 joints at 50 Hz: folding a box, or any task you recorded.
 
     pirl train acrlpd_aloha_fold --exp-name box1 --data-path recordings/fold_box --mesh.fsdp 8
     pirl train acrlpd_aloha_fold_lora --exp-name box1 --data-path recordings/fold_box
     pirl train bc_aloha_fold --exp-name warm --data-path recordings/fold_box
     pirl train ript_aloha_transfer --exp-name r1 --init-weights gs://openpi-assets/checkpoints/pi0_aloha_sim
 
-`rl_fold_box` is another name of acrlpd_aloha_fold. The dataset is one's own, in LeRobot's format, with demonstrations
-and the robot's own attempts. What they achieved is read from next.success or next.reward; where there is no such
-column, say so with `--data.outcome sparse_success --data.success-file outcomes.json`. Statistics first:
-`pirl norm-stats recordings/fold_box --robot aloha --horizon 20`.
+`rl_fold_box` is an alias of acrlpd_aloha_fold. Bring your own LeRobot dataset with demonstrations and the robot's own
+attempts. Outcomes come from next.success or next.reward; without such a column, pass `--data.outcome sparse_success
+--data.success-file outcomes.json`. Compute statistics first: `pirl norm-stats recordings/fold_box --robot aloha
+--horizon 20`.
 
-Q-chunking: π₀ predicts 20 actions (0.4 s), all of them are scored and executed. The discount is 1 - 1/1000, for a task
-of 20 seconds at 50 Hz: at its start a success is worth 0.37, with 0.99 it would be 0.00004. Ten critics of 3 × 512 with
-LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss), from actions clipped at 4 standard deviations;
-they learn for 5,000 steps before the actor follows them. Best of 4; advantage-weighted imitation with a plain share of
-0.05. Behaviour cloning has OpenPI's own settings and is a good start: `--init-weights
+Q-chunking: π₀ predicts 20 actions (0.4 s); the critic scores and the robot executes all of them. The discount is
+1 - 1/1000, for a task of 20 seconds at 50 Hz: a success is worth 0.37 at the start; with 0.99 it would be 0.00004. Ten
+critics of 3 × 512 with LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss) from actions clipped at 4
+standard deviations; they train for 5,000 steps before the actor follows. Best of 4; advantage-weighted imitation with a
+plain BC share of 0.05. Behaviour cloning uses OpenPI's settings and is a good start: `--init-weights
 checkpoints/bc_aloha_fold/warm/20000`.
 
-RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed as OpenPI's
-client does, groups of 8 rollouts, faithful rendering since the checkpoint was trained on such pictures.
+RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed like OpenPI's
+client, groups of 8 rollouts, full rendering, because the checkpoint was trained on it.
 
-Hardware, as `pirl plan` computes it, not measured: acrlpd_aloha_fold 12 GiB on each of 8 devices with --mesh.fsdp 8;
-acrlpd_aloha_fold_lora 18 GiB, so one card of 24 GB; bc_aloha_fold 62 GiB on one device; all with --model.remat full.
+Hardware, by `pirl plan`, not measured: acrlpd_aloha_fold 12 GiB on each of 8 devices with --mesh.fsdp 8;
+acrlpd_aloha_fold_lora 18 GiB, so one 24 GB card; bc_aloha_fold 62 GiB on one device; all with --model.remat full.
 Results: not run at full size yet.
 """
 

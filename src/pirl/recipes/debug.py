@@ -1,11 +1,11 @@
-"""A policy of 270,000 parameters on a task made on the spot: every part of a run, without a file, on a laptop.
+"""A policy of 270,000 parameters on a synthetic task: a complete run on a laptop, without files.
 
     pirl train debug --exp-name first            Q-chunking (ACRLPD)
     pirl train debug_bc --exp-name first         behaviour cloning, the baseline
 
-Hardware: a CPU. The data are demonstrations of a point on a plane that are good, slow or wrong; imitation copies the
-mixture. `--debug` brings any other recipe to this size: same algorithm, robot, chunks and datasets, but a tiny policy
-that starts from nothing and a few steps, to see that everything is in its place.
+Hardware: a CPU. The demonstrations move a point on a plane well, slowly or wrongly; imitation copies the mixture.
+`--debug` shrinks any other recipe to this size: same algorithm, robot, chunks and datasets, but a tiny randomly
+initialised policy and a few steps, to test the set-up.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ RECIPES = (_ACRLPD, replace(_ACRLPD, name="debug_bc", agent=BCConfig(augment=Fal
 
 
 def shrink(config: RLTrainConfig) -> RLTrainConfig:
-    """The same run, small enough to see within a minute that it works; what it learns means nothing."""
+    """The same run, small enough to test within a minute; it learns nothing useful."""
     agent = replace(config.agent, accumulate=min(config.agent.accumulate, 2))
     if isinstance(agent, ACRLPDConfig):
         agent = replace(agent, actor_warmup_steps=min(agent.actor_warmup_steps, 2))
@@ -87,7 +87,7 @@ def vary(config: RLTrainConfig, variant: str) -> RLTrainConfig:
 
 
 def _shrink_model(model: Pi0Config | MLPFlowConfig) -> Pi0Config | MLPFlowConfig:
-    """Tiny transformers, with adapters where there were some; robot, cameras and chunks stay."""
+    """Tiny transformers, with adapters if the model has them; robot, cameras and chunks stay."""
     if isinstance(model, MLPFlowConfig):
         return replace(model, hidden=tuple(min(width, 64) for width in model.hidden))
     tiny = get_preset("pi0_tiny")

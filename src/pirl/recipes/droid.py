@@ -1,17 +1,16 @@
-"""DROID, a Franka arm with two cameras at 15 Hz, in one's own kitchen.
+"""DROID, a Franka arm with two cameras at 15 Hz, on your own recordings.
 
     pirl train acrlpd_droid --exp-name q1 --data-path recordings/kitchen --mesh.fsdp 8
     pirl train acrlpd_droid_lora --exp-name q1 --data-path recordings/kitchen
     pirl train bc_droid --exp-name warm --data-path recordings/kitchen --mesh.fsdp 8
 
-π₀.₅ from its released DROID checkpoint: chunks of 15 joint velocities and gripper positions, of which 8 are executed
-and scored. Discount 0.998: episodes are ended after 600 steps. The dataset is one's own, in LeRobot's format, with the
-columns of OpenPI's DROID converter and one that says what was achieved (next.success or next.reward). Statistics: those
-of the checkpoint, copied from its folder assets/droid to assets/droid here, so that joints mean the same as before.
-For joint positions instead of velocities: `--data.robot droid_joint_position`, and statistics of one's own.
+π₀.₅ from its released DROID checkpoint: chunks of 15 joint velocities and gripper positions, 8 of them executed and
+scored. Discount 0.998: episodes end after 600 steps. Bring your own LeRobot dataset with the columns of OpenPI's DROID
+converter and an outcome column (next.success or next.reward). Copy the checkpoint's statistics from its assets/droid to
+assets/droid, so that joints keep their meaning. For joint positions instead of velocities: `--data.robot
+droid_joint_position`, with your own statistics.
 
-Hardware, as `pirl plan` computes it, not measured: acrlpd_droid_lora 17 GiB, so one card of 24 GB; the whole model as
-for LIBERO.
+Hardware, by `pirl plan`, not measured: acrlpd_droid_lora 17 GiB, so one 24 GB card; the full model as for LIBERO.
 Results: not run at full size yet.
 """
 

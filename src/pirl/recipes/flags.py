@@ -1,7 +1,6 @@
-"""Flags over a configuration: every setting by its dotted path, and a few short names. Imports tyro.
+"""Command-line overrides: every setting by its dotted path, and a few short names. Imports tyro.
 
-The order is: the recipe, `--debug`, `--variant`, the other short names, `--X.type`, then dotted flags. What is said
-more precisely wins.
+Order: the recipe, `--debug`, `--variant`, other short names, `--X.type`, dotted flags. Later ones win.
 """
 
 import argparse
@@ -25,7 +24,7 @@ Short names:
 
 
 def apply_flags(config: RLTrainConfig, flags: Sequence[str], *, prog: str, about: str = "") -> RLTrainConfig:
-    """The configuration with flags applied; `about` precedes the list of settings in the help."""
+    """Apply flags to a configuration; `about` introduces the help."""
     short = _short_names(prog)
     given, rest = short.parse_known_args([_normalized(word) for word in flags])
     config = _apply_short_names(config, given)
@@ -87,7 +86,7 @@ def _apply_short_names(config: RLTrainConfig, given: argparse.Namespace) -> RLTr
 
 
 def with_peak(schedule: Schedule, peak: float) -> Schedule:
-    """The schedule with another largest learning rate; the shape of the curve stays."""
+    """The schedule with another peak learning rate and the same shape."""
     if isinstance(schedule, ConstantSchedule):
         return replace(schedule, lr=peak)
     if isinstance(schedule, CosineSchedule) and schedule.peak_lr > 0:
@@ -104,7 +103,7 @@ def _normalized(word: str) -> str:
 
 
 def _take_kinds(flags: Sequence[str]) -> tuple[list[tuple[str, dict[str, str]]], list[str]]:
-    """`--PART.type KIND` taken out of the flags."""
+    """Take `--PART.type KIND` out of the flags."""
     kinds, rest = [], list(flags)
     for flag in [word for word in flags if word.startswith("--") and word.partition("=")[0].endswith(f".{TAG}")]:
         at = rest.index(flag)
@@ -116,7 +115,7 @@ def _take_kinds(flags: Sequence[str]) -> tuple[list[tuple[str, dict[str, str]]],
 
 
 def _unset_parts(config: RLTrainConfig, flags: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Parts that are None although a flag sets something in them: they are to start from their defaults."""
+    """Parts that are None although a flag sets one of their fields; they start from defaults."""
     for flag in flags:
         *parts, _ = flag.partition("=")[0].removeprefix("--").replace("-", "_").split(".")
         value: Any = config

@@ -5,25 +5,24 @@
     pirl train bc_libero --exp-name warm --mesh.fsdp 8
     pirl train ript_libero_goal --exp-name r1 --init-weights checkpoints/bc_libero/warm/30000 --env.assets LIBERO_ASSETS
 
-π₀.₅, because its released LIBERO checkpoint is the strongest one to improve on: chunks of 10 actions, no state in the
-prompt, as it was trained. The critic reads the state, and scores the 5 actions that OpenPI's client executes before it
-looks again. Discount 0.998: the longest episodes have 520 steps.
+π₀.₅, because its released LIBERO checkpoint is the strongest: chunks of 10 actions, no state in the prompt, as it was
+trained. The critic reads the state and scores the 5 actions that OpenPI's client executes before replanning. Discount
+0.998: the longest episodes have 520 steps.
 
-The dataset physical-intelligence/libero holds demonstrations alone, and all of them succeed: from them the critic
-learns which way is shorter, not what fails. Add rollouts of the policy that say how they ended (a column next.success).
-Statistics: those of the checkpoint, copied from its folder assets/physical-intelligence/libero to
-assets/physical-intelligence/libero here.
+The dataset physical-intelligence/libero holds only successful demonstrations: from them the critic learns which path is
+shorter, not what fails. Add rollouts with outcomes (a column next.success). Copy the checkpoint's statistics from its
+assets/physical-intelligence/libero to assets/physical-intelligence/libero.
 
 Behaviour cloning is OpenPI's pi05_libero, setting by setting.
 
-RIPT (`ript_libero_goal`) needs no critic and no dataset: groups of 8 rollouts from the same initial state in the
-simulator, the action expert alone trains. A released checkpoint solves most of libero_goal: start from a weaker one
-(few demonstrations), or every group is rejected because all its rollouts succeed. `--variant quick` makes two small
-iterations, `--variant benchmark` evaluates 50 episodes of every task before and after.
+RIPT (`ript_libero_goal`) needs no critic and no dataset: groups of 8 rollouts from the same initial state; only the
+action expert trains. A released checkpoint solves most of libero_goal: start from a weaker one (few demonstrations), or
+every group is rejected because all its rollouts succeed. `--variant quick` makes two small iterations, `--variant
+benchmark` evaluates 50 episodes of every task before and after.
 
-Hardware, as `pirl plan` computes it, not measured: acrlpd_libero 12 GiB and bc_libero 15 GiB on each of 8 devices
-with --mesh.fsdp 8; acrlpd_libero_lora 17 GiB, so one card of 24 GB; all with --model.remat full.
-Results: not run at full size yet. OpenPI reports 96.85 % on average for pi05_libero at 30,000 steps.
+Hardware, by `pirl plan`, not measured: acrlpd_libero 12 GiB and bc_libero 15 GiB on each of 8 devices with --mesh.fsdp
+8; acrlpd_libero_lora 17 GiB, so one 24 GB card; all with --model.remat full. Results: not run at full size yet. OpenPI
+reports 96.85 % on average for pi05_libero at 30,000 steps.
 """
 
 from dataclasses import replace

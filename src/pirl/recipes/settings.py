@@ -1,4 +1,4 @@
-"""Every setting of a configuration by its dotted path: what it may hold, what it holds, what it means."""
+"""Every setting of a configuration by dotted path: types, value, help."""
 
 import types
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ class Setting:
     path: str
     """Dotted, as in YAML and in error messages."""
     kinds: tuple[Any, ...]
-    """The types it may hold; None's type among them where it may be left out."""
+    """Allowed types, including NoneType if optional."""
     value: Any
-    """What it holds now, or would hold by default in a part that is not set."""
+    """Current value, or the default if its part is not set."""
     owner: type
     """The dataclass it is a field of."""
 
@@ -29,13 +29,13 @@ class Setting:
 
     @property
     def off(self) -> str | None:
-        """The flag that turns it off, where that is all there is to say."""
+        """The flag that turns a boolean off."""
         head, dot, name = self.flag.removeprefix("--").rpartition(".")
         return f"--{head}{dot}no-{name}" if self.kinds == (bool,) else None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may be, where there is a list of them; also of each member of a list."""
+        """Allowed words, if there is a fixed list; for a tuple, those of its members."""
         kinds = [kind for member in self.kinds for kind in (get_args(member) if _is_tuple(member) else (member,))]
         words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         words += ["True", "False"] if bool in kinds else []
@@ -49,17 +49,17 @@ class Setting:
 
     @property
     def many(self) -> bool:
-        """Does it hold several values?"""
+        """Whether it holds several values."""
         return any(_is_tuple(kind) for kind in self.kinds)
 
     @property
     def help(self) -> str:
-        """What it means."""
+        """Help text."""
         return _docs(self.owner).get(self.path.rpartition(".")[2], "")
 
 
 def settings(config: Any) -> dict[str, Setting]:
-    """The settings of a configuration. Of a part that may be one of several kinds: those of the kind it is."""
+    """The settings of a configuration; for a part with several kinds, those of its current kind."""
     return {one.path: one for one in _settings(config, "")}
 
 
@@ -90,7 +90,7 @@ def _parts(config: Any, prefix: str) -> Iterator[tuple[str, tuple[type, ...]]]:
 
 
 def _fields(config: Any) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    """Name, types and value of each field; a part that is not set starts from its defaults, if there is one way to."""
+    """Name, types and value of each field; an unset part uses its defaults if it has only one kind."""
     hints = get_type_hints(type(config))
     for field in fields(config):
         hint, value = hints[field.name], getattr(config, field.name)

@@ -1,4 +1,4 @@
-"""The embedded tabletop, level `easy`: pictures, language and a π₀ of 270,000 parameters, in minutes on a laptop.
+"""The embedded tabletop, level `easy`: images, language and a π₀ of 270,000 parameters, in minutes on a laptop.
 
     pirl record bc_tabletop --episodes 1500 --repo-id demos/tabletop
     pirl norm-stats demos/tabletop --robot tabletop --horizon 4 --out assets/demos/tabletop

@@ -1,4 +1,4 @@
-"""What a search leaves for people: results as JSON and CSV, the best configuration, and the checkpoints to keep."""
+"""Output of a search: results as JSON and CSV, the best configuration, and which checkpoints stay."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ RESULTS_FILE, TABLE_FILE, BEST_FILE = "results.json", "results.csv", "best.yaml"
 
 
 def drop_checkpoints(run: Path) -> None:
-    """Remove the steps of a run and what it collected; its metrics, pictures and configuration stay."""
+    """Delete a run's steps and collected episodes; keep metrics, images and configuration."""
     if not run.is_dir():
         return
     for folder in [child for child in run.iterdir() if child.name.isdecimal() or child.name in ("replay", "rollouts")]:

@@ -1,8 +1,8 @@
-"""A search over settings: each trial an ordinary run, in a process of its own, watched through what it writes.
+"""Runs a search: each trial is an ordinary run in its own process, monitored through its files.
 
-A process gives back all memory when it ends, however it ends, and is stopped as a person would stop it: politely, with
-a checkpoint. So nothing of one trial reaches the next, a trial that runs out of memory is one failed trial, and a
-search that is interrupted resumes the very run it was in. The searching process itself never touches a device.
+A process frees all memory when it ends, and SIGTERM stops it with a checkpoint. So trials cannot affect each other, an
+out-of-memory error is one failed trial, and an interrupted search resumes the run it was in. The searching process
+never touches a device.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from pirl.tune.study import State, Study, read_evaluations
 
 POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 120.0
-"""A process that was told to stop has so long to leave its checkpoint."""
+"""Seconds for a stopped process to save its checkpoint."""
 FAILURES_IN_A_ROW = 3
-"""After so many failures that the settings do not explain, something else is wrong."""
+"""End the search after this many consecutive failures that the settings do not explain."""
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
-"""How a run ends that somebody stopped."""
+"""Exit code of an interrupted run."""
 
 Keep = Literal["best", "all"]
 
 
 @runtime_checkable
 class Process(Protocol):
-    """A run that goes on by itself; `subprocess.Popen` is one."""
+    """A running process; `subprocess.Popen` implements it."""
 
     def poll(self) -> int | None:
-        """The exit code, once it has ended."""
+        """The exit code, or None while it runs."""
 
     def send_signal(self, sig: int) -> None:
-        """Tell it something."""
+        """Send a signal."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, when it has ended."""
+        """Wait for the exit code."""
 
     def kill(self) -> None:
         """End it at once."""
@@ -60,7 +60,7 @@ Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
 
 
 def launch(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-    """`pirl` in a process of its own, all it says at the end of a file."""
+    """Start `pirl` in a process that appends its output to a file."""
     with log.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "pirl", *words],
@@ -80,21 +80,21 @@ class Attempt:
     process: Process
     log: Path
     begin_of_log: int
-    """Its size before: what earlier attempts said."""
+    """Size of the log before this attempt."""
     slot: int
-    """Which of the places for runs it takes."""
+    """Index of its job slot."""
     began: float
     seen: int = 0
-    """Evaluations that have been looked at."""
+    """Number of evaluations reported so far."""
     step: int = 0
-    """The last step it has written of."""
+    """The last logged step."""
     pruned: str = ""
-    """Why it leads nowhere."""
+    """Why it is pruned."""
     told: bool = False
-    """To stop. Once only: a second signal would not find the handler of the first any more."""
+    """Whether it was told to stop. Only once: a second signal would not reach the first's handler."""
 
     def stop(self) -> None:
-        """Tell it to stop, with a checkpoint."""
+        """Ask it to save and stop."""
         if not self.told:
             self.told = True
             with contextlib.suppress(ProcessLookupError):
@@ -106,12 +106,12 @@ class Ending:
     """How a search ended."""
 
     finished: bool
-    """All trials are done; False: interrupted, or out of time."""
+    """Whether all trials are done; otherwise interrupted or out of time."""
     interrupted: bool = False
 
 
 class Tuner:
-    """Runs the trials of a study until there are enough."""
+    """Runs trials until the study has enough."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class Tuner:
         clock: Callable[[], float] = time.monotonic,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        """`trials` counts all of the study's; after `timeout` seconds none is begun any more; `stop` is asked now and
-        then; `on_results` is called when results have been written.
+        """`trials` counts all of the study's; no trial starts after `timeout` seconds; `stop` is polled; `on_results`
+        is called after results are written.
         """
         self._study, self._search, self._trials, self._jobs, self._keep = study, study.search, trials, jobs, keep
         self._timeout, self._stop, self._on_results = timeout, stop, on_results
@@ -138,7 +138,7 @@ class Tuner:
         self._unexplained = 0
 
     def run(self) -> Ending:
-        """All trials that are missing; those that were interrupted first."""
+        """Run all missing trials, interrupted ones first."""
         steps, end = self._search.config.num_train_steps, self._clock() + (self._timeout or math.inf)
         waiting = self._study.open_trials()
         self._write()
@@ -157,14 +157,14 @@ class Tuner:
         return self._study.count("done", "pruned", "failed")
 
     def _fill(self, waiting: list[Trial], *, late: bool) -> bool:
-        """Begin what there is room for; False when nothing is left to wait for."""
+        """Start trials in free slots; return False when nothing is left to wait for."""
         self._interrupted |= self._stop()
         while not (self._interrupted or late) and len(self._active) < self._jobs and self._begin(waiting):
             pass
         return bool(self._active)
 
     def _watch(self) -> None:
-        """Look at every run once."""
+        """Poll every run once."""
         self._interrupted |= self._stop()
         for one in list(self._active):
             if self._interrupted:
@@ -176,7 +176,7 @@ class Tuner:
                 self._end(one, code)
 
     def _begin(self, waiting: list[Trial]) -> bool:
-        """Start the next trial; False if there is none."""
+        """Start the next trial; return False if there is none."""
         if waiting:
             trial = waiting.pop(0)
         elif self._study.count() < self._trials:
@@ -208,7 +208,7 @@ class Tuner:
         return True
 
     def _words(self, number: int, config: RLTrainConfig) -> list[str]:
-        """The command that starts the run of a trial, or goes on with it."""
+        """The command that starts or resumes a trial's run."""
         run, file = config.run_dir, self._search.folder / f"trial-{number:03d}.yaml"
         words = ["train", str(write_yaml(file, config, overwrite=True))]
         if not run.is_dir():
@@ -219,7 +219,7 @@ class Tuner:
         return [*words, "--overwrite"] if (run / METADATA_FILE).exists() else words
 
     def _look(self, one: Attempt) -> None:
-        """Report new evaluations, and stop the run where they say that it leads nowhere."""
+        """Report new evaluations and prune the run if they are hopeless."""
         found, one.step = read_evaluations(one.config.run_dir, self._search.metric)
         for evaluated in found[one.seen :]:
             if one.pruned:
@@ -232,7 +232,7 @@ class Tuner:
             one.stop()
 
     def _end(self, one: Attempt, code: int) -> None:
-        """Note what became of a run."""
+        """Record how a run ended."""
         self._study.spend(one.trial, self._clock() - one.began)
         if one.pruned:
             self._finish(one.trial, "pruned", one.pruned)
@@ -246,7 +246,7 @@ class Tuner:
         self._write()
 
     def _fail(self, one: Attempt, code: int) -> None:
-        """A failure is a result, unless it is not of the settings' making: then every trial would fail."""
+        """Record a failure, unless the settings do not explain it: then every trial would fail."""
         reason, explained = explain(code, _tail(one.log, one.begin_of_log))
         self._unexplained = 0 if explained else self._unexplained + 1
         hint = f"all it said is in {one.log}; once that is mended, the same command goes on"
@@ -258,7 +258,7 @@ class Tuner:
             raise PirlError(f"{self._unexplained} trials in a row failed, the last one: {reason}", hint=hint)
 
     def _leave(self) -> None:
-        """Stop what still runs when an error ends the search: politely, and who does not listen, at once."""
+        """Stop running trials when an error ends the search: SIGTERM, then SIGKILL after a timeout."""
         for one in self._active:
             one.stop()
         for one in self._active:
@@ -272,7 +272,7 @@ class Tuner:
             self._study.spend(one.trial, self._clock() - one.began)
 
     def _write(self) -> None:
-        """Everything that is known now, and of checkpoints only those that are to stay."""
+        """Write all results and delete checkpoints that need not stay."""
         write_results(self._study)
         if self._keep == "best":
             best = self._study.best()
@@ -294,7 +294,7 @@ class Tuner:
 
 
 def explain(code: int, said: str) -> tuple[str, bool]:
-    """Why a run failed, by the last it said, and whether its settings may be the reason."""
+    """Why a run failed, from the end of its log, and whether its settings may be the cause."""
     lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("  hint:")]
     errors = [line for line in lines if line.startswith(("error: ", "internal error: "))]
     reason = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")[:300]
@@ -306,13 +306,13 @@ def explain(code: int, said: str) -> tuple[str, bool]:
 
 
 def devices(slot: int, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a run of several at once sees of the GPUs, where it was said which there are and there are enough."""
+    """The GPUs of one of several parallel runs, if CUDA_VISIBLE_DEVICES names enough."""
     named = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": ",".join(named[slot::jobs])} if 1 < jobs <= len(named) else {}
 
 
 def _tail(log: Path, begin: int, most: int = 20_000) -> str:
-    """The end of a file, from its place `begin` at the earliest."""
+    """The end of a file, not before offset `begin`."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

@@ -1,10 +1,10 @@
-"""What a search over settings may try: a range or a list for each dotted path, from YAML or for an algorithm.
+"""Search spaces: a range or list for each dotted setting, from YAML or by default for an algorithm.
 
     pi0_lr: {low: 1e-4, high: 1e-3, log: true}
     agent.discount: [0.9, 0.95, 0.98]
 
-`pi0_lr` and `critic_lr` are the learning rates' peaks, as the flags of `pirl train`: they fit every schedule. Settings
-that decide what is measured, or how long, are not for searching: trials could no longer be compared.
+`pi0_lr` and `critic_lr` are peak learning rates, like the flags of `pirl train`; they work with every schedule.
+Settings that define the measurement or the length of a run cannot be searched, because trials would not be comparable.
 """
 
 import json
@@ -23,14 +23,14 @@ from pirl.recipes.settings import Setting, settings
 from pirl.training.config import AdamW, ConstantSchedule, Schedule
 
 RATES = {"pi0_lr": "policy_schedule", "critic_lr": "critic_schedule"}
-"""Short names, and the schedules whose peaks they are."""
+"""Short names of peak learning rates, and their schedules."""
 FIXED = (
     *("name", "exp_name", "seed", "num_train_steps", "log_interval", "sinks"),
     *("evaluation", "env", "early_stop", "checkpoint", "mesh", "watchdog"),
 )
-"""Settings, and parts with all of theirs, that are the same in all trials."""
+"""Settings and parts that must be the same in all trials."""
 MOST_COMBINATIONS = 256
-"""So many are tried to find one in which a value is possible."""
+"""Combinations to try before a value counts as impossible."""
 
 Scalar = bool | int | float | str | None
 
@@ -64,7 +64,7 @@ class Range:
     low: int | float
     high: int | float
     log: bool = False
-    """Draw its logarithm."""
+    """Sample its logarithm."""
     whole: bool = False
     """Whole numbers only."""
 
@@ -84,16 +84,16 @@ class Range:
         return {"low": self.low, "high": self.high, "log": self.log}
 
     def tidy(self, value: int | float) -> int | float:
-        """A drawn number in four digits, which a person can type, and still within the ends."""
+        """Round a sample to four digits, within the range."""
         return int(value) if self.whole else min(max(float(f"{value:.4g}"), self.low), self.high)
 
 
 Space = Mapping[str, Choice | Range]
-"""What is searched over, by dotted path."""
+"""A search space by dotted path."""
 
 
 def default_space(config: RLTrainConfig) -> dict[str, Choice | Range]:
-    """The settings that matter most to the algorithm, around the values the configuration has."""
+    """The algorithm's most important settings, around the configuration's values."""
     agent = config.agent
     if isinstance(agent, BCConfig):
         found = _bc(config)
@@ -148,7 +148,7 @@ def _ript(config: RLTrainConfig, agent: RIPTConfig) -> Iterator[tuple[str, Choic
 
 
 def _around(schedule: Schedule, times: float = 4.0) -> Range:
-    """Rates around that of the schedule."""
+    """Learning rates around the schedule's."""
     peak = _peak(schedule)
     return Range(low=float(f"{peak / times:.2g}"), high=float(f"{peak * times:.2g}"), log=True)
 
@@ -158,7 +158,7 @@ def _peak(schedule: Schedule) -> float:
 
 
 def _holding(item: Choice | Range, value: Scalar) -> Choice | Range:
-    """The item, made large enough for the value the configuration has, so that a search can begin with it."""
+    """Extend the item to include the configuration's value, so that a search can begin with it."""
     if value in item:
         return item
     if isinstance(item, Range) and isinstance(value, int | float):
@@ -169,12 +169,12 @@ def _holding(item: Choice | Range, value: Scalar) -> Choice | Range:
 
 
 def current(config: RLTrainConfig, path: str) -> Any:
-    """The value a setting has now."""
+    """A setting's current value."""
     return _peak(getattr(config, RATES[path])) if path in RATES else settings(config)[path].value
 
 
 def changed(config: RLTrainConfig, values: Mapping[str, Any]) -> RLTrainConfig:
-    """The configuration with other values; a combination that cannot be is a ConfigError."""
+    """The configuration with other values; an invalid combination raises ConfigError."""
     rates: dict[str, Any] = {
         part: with_peak(getattr(config, part), values[name]) for name, part in RATES.items() if name in values
     }
@@ -190,7 +190,7 @@ def changed(config: RLTrainConfig, values: Mapping[str, Any]) -> RLTrainConfig:
 
 
 def flags(config: RLTrainConfig, values: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that make these changes."""
+    """Command-line words for these changes."""
     known = settings(config)
     return [
         word
@@ -200,7 +200,7 @@ def flags(config: RLTrainConfig, values: Mapping[str, Any]) -> list[str]:
 
 
 def parse_space(config: RLTrainConfig, data: Mapping[str, Any]) -> dict[str, Choice | Range]:
-    """The space that plain data describes; every name and value is checked against the configuration."""
+    """Parse a space and check every name and value against the configuration."""
     known = settings(config)
     free = [path for path in known if not _is_fixed(path)]
     space: dict[str, Choice | Range] = {}
@@ -217,7 +217,7 @@ def parse_space(config: RLTrainConfig, data: Mapping[str, Any]) -> dict[str, Cho
 
 
 def check_space(config: RLTrainConfig, space: Space) -> None:
-    """Every listed value, and every end of a range, must be possible together with some values of the others."""
+    """Check that every listed value and range end is valid with some values of the others."""
     for path, item in space.items():
         others = {name: other.extremes for name, other in space.items() if name != path}
         for value in item.extremes:

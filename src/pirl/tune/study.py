@@ -1,7 +1,7 @@
-"""What a search remembers: its trials in Optuna's journal, and what follows from them. Needs the extra `tune`.
+"""The state of a search: its trials in Optuna's journal. Needs the extra `tune`.
 
-The journal is a file of JSON lines in the study's folder. What is tried next depends on the seed, the trial's number
-and the trials that are finished, on nothing else: a search that was interrupted goes on as if it had not been.
+The journal is a file of JSON lines in the study's folder. The next trial depends only on the seed, its number and the
+finished trials, so an interrupted search continues as if it had not been interrupted.
 """
 
 import json
@@ -26,13 +26,13 @@ from pirl.tune.space import Choice, Range, Space, changed, current
 
 JOURNAL_FILE = "study.jsonl"
 METRICS = ("eval/success_rate", "eval/return")
-"""What a search may maximise: what evaluations measure, and means the same whatever the settings are."""
+"""Metrics to maximise: evaluation results, comparable across settings."""
 INTERVALS = {"eval/success_rate": ("eval/success_low", "eval/success_high")}
-"""Where the 95 % interval of a metric is."""
+"""Names of a metric's 95 % interval."""
 RANDOM_TRIALS = 6
-"""The first ones are drawn at random, but for the very first, which is the recipe as it is; then TPE leads."""
+"""Random trials before TPE leads; the very first is the unchanged recipe."""
 COMPARED = 4
-"""A trial is compared with others once so many of them have come as far."""
+"""Trials that must have reached a step before others are pruned there."""
 
 State = Literal["done", "pruned", "failed", "open"]
 _STATES: dict[TrialState, State] = {
@@ -45,24 +45,24 @@ _STATES: dict[TrialState, State] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is asked for."""
+    """The definition of a search."""
 
     config: RLTrainConfig
-    """What the trials have in common; its seed is also the search's."""
+    """The base configuration; its seed also seeds the search."""
     space: Space
-    """What they differ in."""
+    """The search space."""
     study: str = "tune"
     """Its name; its folder is <checkpoint.base_dir>/<recipe>/<study>."""
     metric: str = METRICS[0]
-    """What is maximised, by the last evaluation of a trial."""
+    """Metric to maximise, from a trial's last evaluation."""
 
     @property
     def folder(self) -> Path:
-        """Where the study is kept; its runs lie beside it."""
+        """The study's folder; its runs are next to it."""
         return replace(self.config, exp_name=self.study).run_dir
 
     def trial(self, number: int, values: dict[str, Any]) -> RLTrainConfig:
-        """The run of a trial. Impossible combinations are ConfigErrors."""
+        """The configuration of a trial; invalid combinations raise ConfigError."""
         return replace(changed(self.config, values), exp_name=f"{self.study}-trial-{number:03d}")
 
 
@@ -82,16 +82,16 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a trial."""
+    """The outcome of a trial."""
 
     number: int
     state: State
     settings: dict[str, Any]
-    """The values that were tried."""
+    """The sampled values."""
     evaluations: tuple[Evaluated, ...] = ()
-    """In the order of their steps; the last one is the result of a trial that is done."""
+    """Ordered by step; the last one is the result of a finished trial."""
     seconds: float | None = None
-    """Time it took, over all attempts."""
+    """Seconds over all attempts."""
     reason: str = ""
     """Why it was pruned, or failed."""
     run: str = ""
@@ -108,7 +108,7 @@ class Result:
 
 
 def read_evaluations(run: Path, metric: str) -> tuple[list[Evaluated], int]:
-    """The evaluations a run has written, that of the start left out, and the last step it has written of."""
+    """A run's evaluations, without the initial one, and its last logged step."""
     file = run / JSONL_FILE
     try:
         text = file.read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ class Study:
     """The trials of a search, on disk. One process at a time; close it."""
 
     def __init__(self, search: Search) -> None:
-        """Open the study, or begin it. One that was begun with something else in mind is refused."""
+        """Open or create the study; refuse one with another definition."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.search, folder = search, search.folder
         self._own = {path: current(search.config, path) for path in search.space}
@@ -155,7 +155,7 @@ class Study:
             raise
 
     def close(self) -> None:
-        """Let others work on it."""
+        """Release the lock."""
         self._lock.release()
 
     def __enter__(self) -> "Study":
@@ -165,7 +165,7 @@ class Study:
         self.close()
 
     def _check(self) -> None:
-        """Is it the same search? A new one begins with the values the recipe has."""
+        """Check that the definition matches; a new study starts with the recipe's values."""
         search, there = self.search, self._study.user_attrs.get("search")
         asked = {
             "metric": search.metric,
@@ -183,11 +183,11 @@ class Study:
             )
 
     def open_trials(self) -> list[Trial]:
-        """Those that were begun and not finished."""
+        """Unfinished trials."""
         return [Trial(self._study, found._trial_id) for found in self._found(TrialState.RUNNING)]
 
     def count(self, *states: State) -> int:
-        """How many there are; without a state, all that were begun."""
+        """Number of trials in a state; all if None."""
         wanted = states or tuple(_STATES.values())
         return len(self._found(*(state for state, name in _STATES.items() if name in wanted)))
 
@@ -196,9 +196,7 @@ class Study:
         return self._study.ask()
 
     def values(self, trial: Trial, *, at_once: bool = False) -> dict[str, Any]:
-        """The values a trial tries: drawn when asked for the first time. `at_once` with others, whose results are not
-        known yet, it keeps away from them.
-        """
+        """A trial's values, sampled on first use; `at_once`: away from those of unfinished parallel trials."""
         self._study.sampler = optuna.samplers.TPESampler(
             seed=zlib.crc32(f"{self.search.config.seed}/{trial.number}".encode()),
             n_startup_trials=RANDOM_TRIALS,
@@ -214,16 +212,16 @@ class Study:
         return self._values(self._frozen(trial))
 
     def report(self, trial: Trial, evaluated: Evaluated) -> None:
-        """Note an evaluation. The same one again, as after an interruption, changes nothing."""
+        """Record an evaluation; repeating one, as after an interruption, changes nothing."""
         if evaluated.step not in self._frozen(trial).intermediate_values:
             trial.report(evaluated.value, evaluated.step)
             trial.set_user_attr(f"interval/{evaluated.step}", [evaluated.low, evaluated.high])
 
     def hopeless(self, trial: Trial, evaluated: Evaluated) -> str:
-        """Why a trial is not worth going on with, or nothing.
+        """Why to prune a trial, or nothing.
 
-        The median rule, with the doubt in the trial's favour: few episodes say little, so it is the upper end of its
-        interval that has to lie below the median of what others had at this step.
+        The median rule with the benefit of the doubt: the upper end of the trial's interval must lie below the median
+        of the others at this step.
         """
         others = [
             other.intermediate_values[evaluated.step]
@@ -243,7 +241,7 @@ class Study:
         trial.set_user_attr("seconds", float(self._frozen(trial).user_attrs.get("seconds", 0.0)) + seconds)
 
     def finish(self, trial: Trial, state: State, reason: str = "") -> Result:
-        """Note how a trial ended; one that is done is worth what its last evaluation says."""
+        """Record how a trial ended; the value of a finished one is its last evaluation."""
         if reason:
             trial.set_user_attr("reason", reason)
         seen = self._frozen(trial).intermediate_values
@@ -252,11 +250,11 @@ class Study:
         return self._result(self._frozen(trial))
 
     def results(self) -> list[Result]:
-        """Every trial that was begun."""
+        """Every started trial."""
         return [self._result(found) for found in self._found(*_STATES)]
 
     def best(self) -> Result | None:
-        """The trial that is done and has the largest value; of equals the first."""
+        """The finished trial with the largest value; the first if tied."""
         done = [result for result in self.results() if result.state == "done"]
         scored = [(result.last.value, -result.number, result) for result in done if result.last is not None]
         return max(scored)[2] if scored else None
@@ -276,7 +274,7 @@ class Study:
         )
 
     def _values(self, found: FrozenTrial) -> dict[str, Any]:
-        """What was drawn, as it is used: numbers in few digits, but the recipe's own as they are."""
+        """Sampled values as used: rounded, except the recipe's own."""
         values = {path: found.params[path] for path in self.search.space if path in found.params}
         for path, value in values.items():
             item = self.search.space[path]
