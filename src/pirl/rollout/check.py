@@ -1,4 +1,4 @@
-"""Does an environment give what a robot's policy reads? `envs.check` with the robot's keys and sizes."""
+"""Checks that an environment provides what a robot's policy reads: `envs.check` with the robot's keys and sizes."""
 
 from pirl.data.robots import Robot, get_robot
 from pirl.envs.checker import Expected, Report, check
@@ -6,7 +6,7 @@ from pirl.envs.env import RobotEnv
 
 
 def expected_of(robot: Robot) -> Expected:
-    """What a robot reads from an observation, in words that environments understand without knowing robots."""
+    """The keys and shapes a robot reads, in a form that environments understand."""
     return Expected(
         robot=robot.name,
         state_keys=robot.state_keys,
@@ -18,5 +18,5 @@ def expected_of(robot: Robot) -> Expected:
 
 
 def check_env(env: RobotEnv, robot: Robot | None = None, *, steps: int = 20) -> Report:
-    """Step an environment and compare what it shows with what `robot` reads; None: the one the environment names."""
+    """Step an environment and compare its observations with what `robot` reads (None: the environment's robot)."""
     return check(env, expected_of(get_robot(env.robot) if robot is None else robot), steps=steps)

@@ -1,7 +1,7 @@
-"""Episodes: every slot of a pool acts out one context after another, all of them answered by one policy call a round.
+"""Collects episodes: each slot of a pool runs one context after another; one policy call per round serves all slots.
 
-What an episode looks like depends on its context, its number and the policy alone. So a lost episode is repeated, an
-interrupted collection is continued by asking for what is missing, and neither changes the result.
+An episode depends only on its context, its number and the policy. Repeating a lost episode or completing an interrupted
+collection therefore does not change the result.
 """
 
 import time
@@ -25,22 +25,22 @@ from pirl.rollout.pool import Advanced, EnvPool, Lost, Started
 
 
 class CollectionStoppedError(Exception):
-    """Somebody asked to stop; the episodes under way are given up."""
+    """A stop was requested; unfinished episodes are dropped."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One episode to be acted out."""
+    """One episode to run."""
 
     number: int
-    """Decides, with the policy's key, the noise."""
+    """Episode number; with the policy's key it determines the noise."""
     context: Context
-    """Where it starts."""
+    """Task and initial state."""
 
 
 @dataclass
 class CollectStats:
-    """What a collection cost. Seconds are of this process: waiting for environments, and for the policy."""
+    """Cost of a collection: seconds this process waited for environments and for the policy."""
 
     episodes: int = 0
     env_steps: int = 0
@@ -49,12 +49,12 @@ class CollectStats:
     total_seconds: float = 0.0
     policy_calls: int = 0
     rows_used: int = 0
-    """Rows of the policy's batches that an environment had asked for."""
+    """Used rows of the policy's batches."""
     lost: list[tuple[Job, str]] = field(default_factory=list)
-    """Episodes given up, and why."""
+    """Dropped episodes, with reasons."""
 
     def metrics(self, batch_size: int) -> dict[str, float]:
-        """For the log: what depends on the machine, and on whether anything had to be repeated."""
+        """Metrics that depend on the machine and on repeated episodes."""
         total = max(self.total_seconds, 1e-9)
         return {
             "time/env_steps_per_second": self.env_steps / total,
@@ -74,11 +74,11 @@ def collect(
     stop: Callable[[], bool] = lambda: False,
     stats: CollectStats | None = None,
 ) -> Iterator[Rollout]:
-    """The jobs' episodes, as they end. With `every_picture` each step has pictures, else those the policy looked at.
+    """Yield the jobs' episodes as they end. With `every_picture`, each step has images; otherwise those the policy saw.
 
-    An episode that is lost is repeated, `retries` times at most; then a warning says so, and it is missing. Where
-    every episode is lost the environment is broken: EnvError. `stats` are added to; those of an earlier part of the
-    same collection tell that the environment did work.
+    A lost episode is repeated up to `retries` times, then dropped with a warning. If every episode is lost, the
+    environment is broken: EnvError. `stats` accumulates; stats of an earlier part of the same collection show that the
+    environment did work.
     """
     stats = CollectStats() if stats is None else stats
     queue = _Queue(jobs, retries=retries, slots=pool.size, stats=stats)
@@ -126,7 +126,7 @@ def collect(
 
 
 class _Queue:
-    """Jobs that nobody works on, and how often each was lost."""
+    """Pending jobs, and how often each was lost."""
 
     def __init__(self, jobs: Iterable[Job], *, retries: int, slots: int, stats: CollectStats) -> None:
         self.waiting = deque(jobs)
@@ -136,7 +136,7 @@ class _Queue:
         self._tries: dict[int, int] = {}
 
     def lose(self, job: Job, reason: str) -> None:
-        """It came to nothing: at the end of the queue once more, or given up."""
+        """Requeue a lost job, or drop it."""
         tries = self._tries.get(job.number, 0) + 1
         self._tries[job.number] = tries
         message = f"episode {job.number} ({job.context.task!r}, initial state {job.context.init}) was lost: {reason}"
@@ -152,7 +152,7 @@ class _Queue:
 
 
 class _Running:
-    """An episode under way."""
+    """A running episode."""
 
     def __init__(self, job: Job, begun: Started, robot: Robot) -> None:
         self.job, self.seen, self._robot = job, begun.observation, robot
@@ -163,7 +163,7 @@ class _Running:
         self._starts: list[int] = []
 
     def add(self, plan: Float[Array, "H A"], answer: Advanced) -> None:
-        """What a chunk led to."""
+        """Append the result of a chunk."""
         steps = len(answer.rewards)
         self._starts.append(len(self.rewards))
         self._rows += [self.seen, *answer.observations[:-1]]
@@ -200,7 +200,7 @@ class _Running:
 
 
 def _remaining(plan: Float[Array, "H A"], step: int) -> Float[Array, "H A"]:
-    """What is left of a plan some steps later; NaN where it ends."""
+    """The rest of a plan some steps later, padded with NaN."""
     rest = np.full_like(plan, np.nan)
     rest[: len(plan) - step] = plan[step:]
     return rest

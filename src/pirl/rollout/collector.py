@@ -1,4 +1,4 @@
-"""The episodes of one round, collected so that an interruption loses none that was finished."""
+"""Collects the episodes of one round; an interruption loses no finished episode."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,16 +15,16 @@ from pirl.rollout.pool import EnvPool
 from pirl.rollout.record import RolloutRecorder, num_recorded
 
 Stop = Callable[[], bool]
-"""Has anybody asked to stop?"""
+"""Returns whether a stop was requested."""
 Say = Callable[[str], None]
-"""Shows a few words about what is going on."""
+"""Displays a progress message."""
 
 
 class Collector:
-    """Collects the episodes of one round, surviving interruption: `state` holds what is finished of it.
+    """Collects the episodes of one round; `state` holds the finished ones, so a run can resume.
 
-    With a `recorder` the episodes of every round that is over also go into a dataset, each of them once: those that a
-    run has recorded after the checkpoint it is resumed from will be collected again, just as they were.
+    A `recorder` also writes the episodes of finished rounds to a dataset, each once: episodes recorded after the
+    checkpoint that a run resumes from are collected again, identically.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Collector:
         self._stats = CollectStats()
 
     def collect(self, jobs: list[Job], weights: Any, stop: Stop, say: Say) -> dict[int, Rollout]:
-        """The jobs' episodes by number; those that were lost are missing."""
+        """The jobs' episodes by number, without lost ones."""
         missing = [job for job in jobs if job.number not in self._finished and job.number not in self._lost]
         self.policy.use(weights, self._key)
         try:
@@ -73,7 +73,7 @@ class Collector:
         return {job.number: self._finished[job.number] for job in jobs if job.number in self._finished}
 
     def close_round(self) -> dict[str, float]:
-        """The round is over: its episodes are recorded and forgotten. Returns what they cost."""
+        """End the round: record and forget its episodes. Returns their cost."""
         for number in sorted(self._finished) if self._recorder is not None else ():
             self._record(self._finished[number])
         metrics = self._stats.metrics(self.policy.batch_size) | {"rollout/lost_episodes": float(len(self._lost))}
@@ -89,14 +89,14 @@ class Collector:
         self._recorded += 1
 
     def state(self) -> dict[str, Any]:
-        """What is finished of a round that is not over; the episodes are written to the run's folder."""
+        """Finished episodes of an unfinished round; writes them to the run folder."""
         names = save_rollouts(self._directory, [self._finished[number] for number in sorted(self._finished)])
         if self._recorder is not None:
             self._recorder.save()  # no checkpoint counts an episode that the dataset could still lose
         return {"rollouts": names, "lost": sorted(self._lost), "recorded": self._recorded}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with these episodes."""
+        """Continue with these episodes."""
         self._finished = {rollout.number: rollout for rollout in load_rollouts(self._directory, state["rollouts"])}
         self._lost = set(state["lost"])
         self._stats = CollectStats(episodes=len(self._finished))
@@ -110,5 +110,5 @@ class Collector:
                 )
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Remove the files of episodes that none of these states names."""
+        """Delete episode files that none of these states names."""
         delete_rollouts(self._directory, keep=[name for state in states for name in state["rollouts"]])

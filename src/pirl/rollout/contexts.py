@@ -1,7 +1,7 @@
-"""Which contexts are for what: training, validation (choosing settings and checkpoints) and test (reported results).
+"""Splits of contexts: training, validation (to choose settings and checkpoints) and test (to report results).
 
-Where any seed is an initial state the three never share one. Where a benchmark gives a list (LIBERO: 50 per task) all
-of them are test states by its own convention; validation takes them from the end of the list.
+Where any seed is an initial state, the splits are disjoint. Where a benchmark lists its states (LIBERO: 50 per task),
+all are test states by convention; validation takes them from the end.
 """
 
 from typing import Literal
@@ -31,7 +31,7 @@ def random_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list
 
 
 def distinct_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list[Context]:
-    """Contexts to train on, no two alike; all there are where that is fewer."""
+    """Distinct training contexts; all of them if there are fewer."""
     if info.num_inits is None:
         found: dict[Context, None] = {}
         while len(found) < count:

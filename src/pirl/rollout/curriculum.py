@@ -1,9 +1,9 @@
-"""Which contexts to practise: those the policy sometimes solves.
+"""Chooses training contexts: those the policy sometimes solves.
 
 A group of rollouts teaches only if its outcomes differ, and E|advantage|² is largest where success is a coin toss. Each
 context has a Beta posterior of its success rate p; it is drawn with weight E[p]^{2τ} (1 - E[p])^{2(1-τ)}, which is
-p(1 - p) for the target τ = ½ and has its maximum at p = τ. Old evidence fades, since the policy changes; what seems
-solved (or hopeless) keeps a floor, so that forgetting and late progress are noticed.
+p(1 - p) for the target τ = ½ and has its maximum at p = τ. Old evidence fades, because the policy changes; solved and
+hopeless contexts keep a minimum weight, so that forgetting and late progress show.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from pirl.rollout.pool import EnvInfo
 
 
 class Curriculum:
-    """Counts successes and failures; draws contexts. The same seed and history draw the same."""
+    """Counts successes and failures and draws contexts, deterministically by seed and history."""
 
     def __init__(self, config: CurriculumConfig, info: EnvInfo, seed: int) -> None:
         self.config, self._info, self._seed = config, info, seed
@@ -53,7 +53,7 @@ class Curriculum:
         return [Context(arm.task, new.init) if arm.init < 0 else arm for arm, new in zip(chosen, fresh, strict=True)]
 
     def update(self, outcomes: Sequence[tuple[Context, int, int]]) -> None:
-        """Let old evidence fade, and add (context, successes, failures)."""
+        """Fade old evidence and add (context, successes, failures)."""
         places = {arm: i for i, arm in enumerate(self._arms)}
         self._counts *= self.config.fade
         for context, successes, failures in outcomes:
@@ -76,7 +76,7 @@ class Curriculum:
         return {"counts": self._counts.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with this evidence."""
+        """Restore this evidence."""
         counts = np.array(state["counts"], float).reshape(-1, 2)
         if len(counts) != len(self._arms):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""How good a policy is: success over fixed initial states, with the uncertainty that goes with the number of them."""
+"""Evaluates a policy: success over fixed initial states, with confidence intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval, which is right at 0 and 1 as well and for few trials."""
+        """Wilson's 95% interval, which also holds near 0 and 1 and for few trials."""
         if not self.trials:
             return 0.0, 1.0
         n, p = self.trials, self.value
@@ -54,7 +54,7 @@ class Trial:
     length: int
     """Its steps."""
     error: str | None = None
-    """Why it could not be finished; it counts as a failure, as in OpenPI's evaluation."""
+    """Why it was lost; it counts as a failure, as in OpenPI's evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def evaluate(
     on_rollout: Callable[[Rollout], None] = lambda rollout: None,
     stats: CollectStats | None = None,
 ) -> Evaluation:
-    """Act out every context once. The same policy, key and contexts give the same result."""
+    """Run every context once. The same policy, key and contexts give the same result."""
     stats = CollectStats() if stats is None else stats
     jobs = numbered(contexts)
     trials: dict[int, Trial] = {}
@@ -136,7 +136,7 @@ def evaluate(
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two policies on the same contexts: only those where they differ tell which is better (McNemar, exact)."""
+    """Two policies on the same contexts, compared by McNemar's exact test."""
 
     both: int
     neither: int
@@ -145,7 +145,7 @@ class Comparison:
 
     @property
     def p_value(self) -> float:
-        """Probability of a difference at least this large if neither were better; two-sided."""
+        """Two-sided probability of a difference at least this large if both were equally good."""
         n, k = self.only_first + self.only_second, min(self.only_first, self.only_second)
         return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
 

@@ -1,7 +1,7 @@
-"""Episodes of an unfinished collection on disk, so that an interrupted run loses nothing but what was under way.
+"""Stores the finished episodes of an unfinished collection, so that an interrupted run loses only running ones.
 
-One `.npz` per episode, named after its number and a hash of its content: written once, told apart from those of another
-history of the run, and refused if damaged.
+One `.npz` per episode, named by its number and a hash of its content: written once, distinct from another history of
+the run, and refused if damaged.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _EPISODE = ("state", "actions", "rewards", "terminated", "truncated", "intended"
 
 
 def save_rollouts(directory: Path, rollouts: Iterable[Rollout]) -> list[str]:
-    """Write what is not there yet; returns the names for `load_rollouts`."""
+    """Write missing episodes; return the names for `load_rollouts`."""
     directory.mkdir(parents=True, exist_ok=True)
     names = []
     for rollout in rollouts:
@@ -33,7 +33,7 @@ def save_rollouts(directory: Path, rollouts: Iterable[Rollout]) -> list[str]:
 
 
 def load_rollouts(directory: Path, names: Iterable[str]) -> list[Rollout]:
-    """Read them back; a missing or damaged file is an error that names it."""
+    """Read episodes; a missing or damaged file raises an error that names it."""
     return [_read(directory / name) for name in names]
 
 

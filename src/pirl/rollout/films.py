@@ -1,8 +1,8 @@
-"""Episodes to look at: a video each, and one picture of several with time from left to right.
+"""Films of episodes: a video each, and one filmstrip with time from left to right.
 
-An evaluation renders only what the policy looks at. A film shows every step, and larger where the environment can: the
-few episodes that are filmed are acted out once more from their context and actions. Where that does not lead to the
-same end (or there is no environment here), the film is what the policy saw.
+An evaluation renders only what the policy sees. A film shows every step, larger if the environment can: it replays the
+episode's actions from its context. If the replay ends differently (or there is no environment), the film shows what the
+policy saw.
 """
 
 import os
@@ -20,7 +20,7 @@ from pirl.envs.env import RobotEnv
 from pirl.records import Array, Rollout
 
 LEAST_SIZE = 160
-"""Films of smaller pictures are enlarged, pixel by pixel."""
+"""Smaller images are enlarged to this, pixel by pixel."""
 GREEN, RED = (40, 160, 70), (205, 50, 50)
 _H264 = VideoEncoding(encoder="libx264", options={"crf": "18", "preset": "veryfast"})
 _CELL, _BORDER, _GAP, _LINE = 96, 3, 4, 16
@@ -28,34 +28,34 @@ _CELL, _BORDER, _GAP, _LINE = 96, 3, 4, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Film:
-    """One episode to look at."""
+    """The film of one episode."""
 
     frames: UInt8[Array, "T h w 3"]
-    """Its pictures."""
+    """Frames."""
     fps: int
-    """Pictures a second."""
+    """Frames per second."""
     success: bool
-    """How it ended."""
+    """Whether it succeeded."""
     number: int
-    """Which episode of the evaluation it is."""
+    """Number of the episode in the evaluation."""
     caption: str
-    """What it shows, in a few words."""
+    """Caption."""
 
     @property
     def name(self) -> str:
-        """For its file."""
+        """File name."""
         return f"{'success' if self.success else 'failure'}-{self.number:04d}"
 
 
 class Highlights:
-    """Keeps the first successes and the first failures, by their number, in whatever order they come."""
+    """Keeps the first successes and failures by number, in any order of arrival."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._kept: dict[bool, list[Rollout]] = {True: [], False: []}
 
     def add(self, rollout: Rollout) -> None:
-        """One more episode; those that are not among the first any more are forgotten."""
+        """Add an episode; drop those no longer among the first."""
         kept = self._kept[bool(rollout.episode.success)]
         kept.append(rollout)
         kept.sort(key=lambda one: one.number)
@@ -68,7 +68,7 @@ class Highlights:
 
 
 def film(rollout: Rollout, env: RobotEnv | None, *, fps: int) -> Film | None:
-    """The film of a rollout; None where there is nothing to see."""
+    """The film of a rollout; None without images."""
     episode, frames = rollout.episode, None if env is None else _act_again(env, rollout)
     if frames is None:
         frames = _side_by_side(list(rollout.frames.values()))
@@ -86,7 +86,7 @@ def film(rollout: Rollout, env: RobotEnv | None, *, fps: int) -> Film | None:
 
 
 def _act_again(env: RobotEnv, rollout: Rollout) -> UInt8[Array, "T h w 3"] | None:
-    """Every step of the episode, if it goes as it went."""
+    """Replay every step of the episode, if it ends the same."""
     try:
         env.begin(rollout.context)
         seen = [_picture(env)]
@@ -104,7 +104,7 @@ def _act_again(env: RobotEnv, rollout: Rollout) -> UInt8[Array, "T h w 3"] | Non
 
 
 def _picture(env: RobotEnv) -> UInt8[Array, "h w 3"] | None:
-    """What the environment draws for people, or else all its cameras."""
+    """The environment's human view, or all its cameras."""
     if env.render_mode == "rgb_array":
         drawn: Any = env.render()
         if isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.ndim == 3:
@@ -115,7 +115,7 @@ def _picture(env: RobotEnv) -> UInt8[Array, "h w 3"] | None:
 
 
 def _side_by_side(cameras: Sequence[Array]) -> Array | None:
-    """Cameras of one height beside each other; of several heights, the first."""
+    """Cameras of equal height side by side; otherwise the first."""
     if not cameras:
         return None
     alike = all(frames.shape[:2] == cameras[0].shape[:2] for frames in cameras)
@@ -123,7 +123,7 @@ def _side_by_side(cameras: Sequence[Array]) -> Array | None:
 
 
 def enlarge(frames: UInt8[Array, "T h w 3"], least: int = LEAST_SIZE) -> UInt8[Array, "T h2 w2 3"]:
-    """Every pixel repeated until the shorter side has `least` pixels; sides are made even, as H.264 needs them."""
+    """Repeat pixels until the shorter side has `least`; make sides even, as H.264 requires."""
     factor = max(1, -(-least // min(frames.shape[1:3])))
     large = frames.repeat(factor, axis=1).repeat(factor, axis=2)
     odd = [(0, 0), *((0, side % 2) for side in large.shape[1:3]), (0, 0)]
@@ -131,7 +131,7 @@ def enlarge(frames: UInt8[Array, "T h w 3"], least: int = LEAST_SIZE) -> UInt8[A
 
 
 def write_video(film: Film, folder: Path) -> Path:
-    """The film as an mp4 that browsers play; its last picture stays for a second."""
+    """Write an mp4 that browsers play; its last frame stays for a second."""
     frames = enlarge(film.frames)
     file = folder / f"{film.name}.mp4"
     partial = folder / f".{film.name}.{os.getpid()}.mp4"
@@ -151,7 +151,7 @@ def write_video(film: Film, folder: Path) -> Path:
 
 
 def filmstrip(films: Sequence[Film], *, columns: int = 8) -> Image.Image:
-    """A row for each film, time from left to right; the border says how it ended."""
+    """One row per film, time from left to right; the border colour shows the outcome."""
     rows = [[_cell(frame, film.success) for frame in _spread(film.frames, columns)] for film in films]
     width = max(sum(cell.width + _GAP for cell in row) for row in rows) + _GAP
     heights = [max(cell.height for cell in row) + _LINE + _GAP for row in rows]
@@ -181,7 +181,7 @@ def write_filmstrip(films: Sequence[Film], file: Path) -> Path:
 
 
 def _spread(frames: UInt8[Array, "T h w 3"], columns: int) -> Iterable[UInt8[Array, "h w 3"]]:
-    """The first, the last, and evenly between them; fewer where there are fewer."""
+    """Evenly spaced indices with the first and the last."""
     return frames[np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)]
 
 

@@ -1,8 +1,7 @@
-"""A policy as environments need it: raw observations in, chunks of actions in the robot's units out.
+"""A policy for environments: raw observations in, action chunks in the robot's units out.
 
-What the model is shown goes through the transform that training batches go through. All environments are answered by
-one call of one compiled function: the batch always has the same size, and rows nobody asked for are computed in vain
-rather than compiled anew.
+Observations go through the same transform as training batches. One call of one compiled function serves all
+environments: the batch size is fixed and unused rows are computed anyway, which avoids recompilation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,8 @@ Act = Callable[[Any, Observation, Key[Array, "B"]], Float[Array, "B H A"]]
 class ChunkPolicy:
     """Plans for up to `batch_size` environments at a time.
 
-    The noise of a plan depends on the policy's key, the number of the episode and the step it starts at, not on when
-    or beside whom it is asked for: episodes can be repeated, and collected in any order.
+    A plan's noise depends on the policy's key, the episode's number and the start step, not on timing or neighbours:
+    episodes can be repeated and collected in any order.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class ChunkPolicy:
         cameras: Sequence[str],
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`execute` is how many steps of a chunk are carried out; `cameras` are the slots the model was trained on."""
+        """`execute`: steps of a chunk to execute; `cameras`: the slots the model was trained on."""
         if execute < 1:
             raise ConfigError(f"{execute} executed steps per chunk", hint="execute at least one")
         self.transform, self.batch_size, self.execute, self.cameras = transform, batch_size, execute, tuple(cameras)
@@ -52,7 +51,7 @@ class ChunkPolicy:
         self._key = jax.random.key(0)
 
     def use(self, weights: Any, key: Key[Array, ""]) -> "ChunkPolicy":
-        """Act with these weights and this randomness from now on; nothing is copied."""
+        """Use these weights and this key from now on, without a copy."""
         self._weights, self._key = weights, key
         return self
 
@@ -98,9 +97,9 @@ def model_inputs(
 
 
 def _find_cameras(transform: Transform, raw: Mapping[str, Any], cameras: Sequence[str]) -> dict[str, str]:
-    """Where the picture of each camera slot is; all environments of a pool are alike, so one answers for all.
+    """Locate each camera slot's image; all environments of a pool are alike, so one suffices.
 
-    Pictures are only fitted into the model's size: borders are added on the device, as in training.
+    Images are fitted to the model's size; the device adds borders, as in training.
     """
     pictures = [key for key, value in raw.items() if np.ndim(value) == 3]
     found = transform.robot.find_cameras(raw, pictures) if cameras else {}
@@ -117,7 +116,7 @@ def _find_cameras(transform: Transform, raw: Mapping[str, Any], cameras: Sequenc
 def replay_frames(
     transform: Transform, frames: Mapping[str, UInt8[np.ndarray, "T h w 3"]], cameras: Sequence[str], *, borders: bool
 ) -> dict[str, UInt8[np.ndarray, "T h2 w2 3"]]:
-    """An episode's pictures by camera slot, as a dataset's would be held; `borders` adds the letterbox's."""
+    """An episode's images by camera slot, stored like a dataset's; `borders` adds the letterbox."""
     found = transform.robot.find_cameras(frames)
     fitted = {slot: np.stack([fit(image, transform.image_size) for image in frames[found[slot]]]) for slot in cameras}
     return {slot: pad(images, transform.image_size) if borders else images for slot, images in fitted.items()}

@@ -1,8 +1,8 @@
-"""Environments as a rollout sees them: slots that are given a context, then one chunk of actions after another.
+"""A pool of environments: slots that take a context, then one action chunk after another.
 
-A chunk is one message, whether the environments are in this process (`LocalPool`), in others (`rollout.workers`) or on
-other machines (`rollout.ray`). Where an environment or its worker fails, the slot answers `Lost`: what it was doing is
-gone, the slot itself is ready for the next context.
+A chunk is one message, whether environments run in this process (`LocalPool`), in workers (`rollout.workers`) or on
+other machines (`rollout.ray`). If an environment or its worker fails, the slot answers `Lost`: its episode is gone, and
+the slot is ready for the next context.
 """
 
 import time
@@ -62,7 +62,7 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvInfo:
-    """What is known of the environments without running them."""
+    """Static facts about the environments."""
 
     robot: str
     tasks: tuple[str, ...]
@@ -79,7 +79,7 @@ class EnvInfo:
 
 @runtime_checkable
 class EnvPool(Protocol):
-    """Slots with environments, wherever they are. Use as a context manager."""
+    """Slots with environments, local or remote. Use as a context manager."""
 
     size: int
     """Number of slots."""
@@ -191,7 +191,7 @@ def _look(batch: EnvBatch, slots: Sequence[int], shapes: Shapes, *, pictures: bo
 
 
 def _checked(observation: RawObservation, shapes: Shapes) -> RawObservation | Lost:
-    """The observation, if it is made of finite numbers and can be stacked with those before it."""
+    """Check that an observation is finite and stacks with earlier ones."""
     for key, value in observation.items():
         array = np.asarray(value)
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
@@ -209,7 +209,7 @@ class LocalPool:
     """Environments in this process, stepped in turn."""
 
     restarts = 0
-    """Workers that had to be replaced: there are none."""
+    """Replaced workers: always none."""
 
     def __init__(self, build: Build, size: int) -> None:
         self.size = size

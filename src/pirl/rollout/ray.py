@@ -1,7 +1,7 @@
 """Environments on a Ray cluster (extra `ray`): one actor per worker, on whatever machine has a free CPU.
 
-Every machine needs pirl and the simulator installed; nothing is shipped. Where Ray is not running yet, this connects
-to the cluster that `RAY_ADDRESS` names or that was started on this machine, or starts Ray on this machine alone.
+Install pirl and the simulator on every machine. If Ray is not running, this connects to the cluster in `RAY_ADDRESS` or
+on this machine, or starts Ray locally.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, Ray would install packages on every machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # GPUs stay visible, as simulators may render on them
 }
-"""What Ray reads from the environment when it is imported; what the user has set goes first."""
+"""Defaults for environment variables that Ray reads at import; the user's own win."""
 
 
 class RayPool(RemotePool):

@@ -1,8 +1,8 @@
-"""Rollouts as a LeRobot dataset, so that what a policy or an expert did can be trained on like any recording.
+"""Writes rollouts of a policy or expert as a LeRobot dataset for training.
 
-Columns are those that `data.robots` and `data.outcomes` look for: a dataset that is read back has the same states,
-actions, rewards, ends and success. Small pictures are stored as PNG, larger ones as video: no video codec is made for
-24 pixels, and SVT-AV1 takes none below 64.
+Columns are those that `data.robots` and `data.outcomes` read: reading the dataset back gives the same states, actions,
+rewards, ends and success. Small images are stored as PNG, larger ones as video: video codecs are not made for 24
+pixels, and SVT-AV1 takes none below 64.
 """
 
 import json
@@ -37,11 +37,11 @@ from pirl.rollout.contexts import Split, fixed_contexts
 from pirl.rollout.pool import EnvInfo
 
 SMALLEST_VIDEO = 64
-"""Pictures with a shorter side, or with an odd one, are stored as PNG."""
+"""Images with a shorter or an odd side are stored as PNG."""
 BLOCK = 16
-"""Episodes an expert demonstrates at a time: their pictures are in memory together."""
+"""Episodes per expert batch, which are in memory together."""
 _SAVE_SECONDS = 30.0
-"""Episodes wait, encoded, to be saved together: short ones cost less so. But not longer than this."""
+"""Seconds between saves. Encoded episodes are saved together, which is cheaper for short ones."""
 
 Existing = Literal["append", "refuse", "overwrite"]
 
@@ -69,7 +69,7 @@ class RolloutRecorder:
             )
 
     def add(self, rollout: Rollout) -> None:
-        """One more episode; it is saved with others, or when the recorder is closed."""
+        """Add an episode; it is saved with others or on close."""
         columns = columns_of(rollout, self.robot)
         if self._writer is None:
             self._writer = LeRobotWriter(
@@ -87,14 +87,14 @@ class RolloutRecorder:
             self.save()
 
     def save(self) -> None:
-        """Write all episodes that wait, all or none."""
+        """Write all pending episodes, all or none."""
         waiting, self._waiting = self._waiting, 0
         if self._writer is not None:
             self._writer.save()
             self.saved += waiting
 
     def close(self) -> None:
-        """Save what waits, and end."""
+        """Save pending episodes and close."""
         try:
             self.save()
         finally:
@@ -141,7 +141,7 @@ def columns_of(rollout: Rollout, robot: Robot) -> dict[str, Array]:
 
 
 def feature_name(robot: Robot, key: str) -> str:
-    """What an environment's picture is called in a dataset, such that the robot finds it there."""
+    """The dataset column of an environment's image, under which the robot finds it."""
     usual = f"{LEROBOT_IMAGES}.{key.rpartition('/')[2]}"
     names = next((names for names in robot.cameras.values() if key in names), (usual,))
     stored = [name for name in names if name.startswith(f"{LEROBOT_IMAGES}.")]
@@ -177,7 +177,7 @@ def recording_contexts(info: EnvInfo, count: int, split: Split, *, first: int = 
 
 
 def expert_rollouts(env: EnvConfig, contexts: Sequence[Context], *, dials: Any, seed: int) -> Iterator[Rollout]:
-    """What the environment's scripted expert does from each context. The same arguments, the same episodes."""
+    """Rollouts of the environment's scripted expert from each context; deterministic."""
     demonstrate = _expert(env).demonstrate
     for first in range(0, len(contexts), BLOCK):
         # An expert counts its episodes from 0: without a seed of its own every block would make the same choices.

@@ -1,12 +1,12 @@
 """Environments in other processes or on other machines: what all such pools have in common.
 
-A worker holds some of the slots in a `LocalPool` of its own and answers one request at a time, as bytes. Every worker
-is sent its request before the first answer is awaited, so they work side by side. Workers may die, hang or fail to
-start; a `_Seat` is what stays: it replaces its worker, remembers which episodes went with it, and starts the new one in
-the background while the other seats go on.
+A worker holds some of the slots in its own `LocalPool` and answers one request at a time, as bytes. The pool sends all
+requests before it awaits the first answer, so workers run in parallel. Workers may die, hang or fail to start; a
+`_Seat` persists: it replaces its worker, remembers which episodes were lost, and starts the new worker in the
+background while the other seats continue.
 
-Pictures travel in the pickle: two cameras of 224 x 224 in 16 slots are 4.8 MB and take 7 ms, much less than rendering
-them. Nothing here needs jax: this is also what runs inside a worker.
+Images travel in the pickle: two cameras of 224 x 224 in 16 slots are 4.8 MB and take 7 ms, much less than rendering.
+Nothing here needs jax, because it also runs inside workers.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from pirl.rollout.pool import Advanced, Build, EnvInfo, LocalPool, Lost, Started
 
 _THREADS = "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS LP_NUM_THREADS"
 ONE_THREAD = dict.fromkeys(_THREADS.split(), "1")
-"""Environment variables of a worker. There are as many workers as cores are meant for them; threads inside each, of
-NumPy or of Mesa's renderer (`LP_`), would only compete."""
+"""Environment variables of a worker. There is one worker per core; threads inside it, of NumPy or of Mesa's renderer
+(`LP_`), would only compete."""
 
 START_TIMEOUT = 300.0
-"""Seconds a worker may take to import its simulator and to make its environments."""
+"""Seconds for a worker to import its simulator and build its environments."""
 
 CLOSE_TIMEOUT = 2.0
-"""Seconds a worker may take to close its environments before it is killed all the same."""
+"""Seconds for a worker to close its environments before it is killed."""
 
 START_ATTEMPTS = 3
-"""After so many failed starts in a row it is not bad luck."""
+"""Give up after this many failed starts in a row."""
 
 
 class WorkerLostError(Exception):
-    """A worker that cannot be used any more."""
+    """The worker is gone."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class WorkerLostError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A worker's answer when it could not do what it was asked. Text only: an exception may not survive the journey."""
+    """A worker's error answer. Text only, because exceptions may not unpickle."""
 
     kind: str
     """Name of the exception."""
@@ -73,7 +73,7 @@ class Failure:
         )
 
     def throw(self) -> None:
-        """Raise it again: pirl's own errors as they were, all others as the end of the worker."""
+        """Raise it again: pirl's errors unchanged, all others as the loss of the worker."""
         found = getattr(errors, self.kind, None)
         if isinstance(found, type) and issubclass(found, PirlError):
             error = found.__new__(found)
@@ -105,7 +105,7 @@ class Worker(Protocol):
     """A `Host` somewhere. It starts in the background when it is made."""
 
     def send(self, request: bytes) -> None:
-        """Hand over a request, without waiting and without complaint: whether it arrived is seen by the answer."""
+        """Send a request without waiting; `receive` reports whether it arrived."""
 
     def receive(self, timeout: float) -> bytes:
         """The answer; `WorkerLostError`, which says what happened to the worker; or `TimeoutError`."""
@@ -119,7 +119,7 @@ def _request(verb: str, *args: Any, **options: Any) -> bytes:
 
 
 class _Seat:
-    """The place of one worker, and of those that come after it."""
+    """The place of one worker and its successors."""
 
     def __init__(self, launch: Callable[[], Worker], opening: bytes, timeout: float, start_timeout: float) -> None:
         self.restarts = 0
@@ -162,7 +162,7 @@ class _Seat:
         self._open()
 
     def await_ready(self) -> EnvInfo:
-        """Wait for the worker to have its environments, with new workers where it fails; what they are."""
+        """Wait until the worker has its environments, replacing it if it fails; return their facts."""
         failures = 0
         while not self.ready:
             try:
@@ -180,7 +180,7 @@ class _Seat:
         return self._info
 
     def ask(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Lost]:
-        """Pass on what can be done; for slots whose episode is gone, say so."""
+        """Forward the request, except for slots whose episode is lost."""
         if self.ready and self._busy:  # somebody was interrupted while waiting for the answer
             self._replace("the answer of its worker was not awaited")
         self.await_ready()
@@ -192,7 +192,7 @@ class _Seat:
         return {slot: Lost(reason=self._why_lost) for slot in requests if slot not in possible}
 
     def answers(self, slots: Mapping[int, Any]) -> dict[int, Any]:
-        """What became of the request for these slots."""
+        """The answers for these slots."""
         if not self._busy:
             return {}
         try:
@@ -203,7 +203,7 @@ class _Seat:
             return {slot: Lost(reason=lost.reason) for slot in slots}
 
     def ask_to_close(self) -> None:
-        """Let the environments free what they hold, if the worker is listening."""
+        """Ask the worker to close its environments, if it is alive."""
         if self.ready and not self._busy:
             self._send("close")
         else:

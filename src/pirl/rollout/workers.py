@@ -1,7 +1,7 @@
 """Environments in other processes of this machine.
 
-A worker is a fresh interpreter, not a fork (JAX's threads do not survive one) and not `multiprocessing`'s spawn: that
-imports the main script again, with the jax it imports, and recurses where the script has no guard.
+A worker is a fresh interpreter. A fork would break JAX's threads; `multiprocessing`'s spawn imports the main script
+again, jax included, and recurses if the script has no guard.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pirl.rollout.pool import Build
 from pirl.rollout.remote import ONE_THREAD, START_TIMEOUT, Host, RemotePool, WorkerLostError
 
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from pirl.rollout.workers import serve; serve(int(sys.argv[1]))"
-"""What the new interpreter runs: it finds modules where this one does."""
+"""Code of the new interpreter, with this one's module path."""
 
 
 class ProcessPool(RemotePool):
@@ -66,7 +66,7 @@ class ProcessWorker:
         raise TimeoutError
 
     def kill(self) -> None:
-        """End the process and what it started; a process that has ended by itself keeps its exit code."""
+        """Kill the process and its children; an ended process keeps its exit code."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ def _cause_of_death(code: int | None) -> str:
 
 
 def serve(handle: int) -> None:
-    """The life of a worker: answer requests until the parent is gone."""
+    """Main loop of a worker: answer requests until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     faulthandler.enable()
     os.set_inheritable(handle, False)
@@ -97,7 +97,7 @@ def serve(handle: int) -> None:
 
 
 def _end_with_parent(handle: int) -> None:
-    """A hanging simulator would never notice that nobody waits for it any more."""
+    """Exit with the parent, which a hanging simulator would not notice."""
     hangup = select.poll()
     hangup.register(handle, 0)
     hangup.poll()
