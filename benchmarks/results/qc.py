@@ -45,13 +45,13 @@ def speed_stage(args: argparse.Namespace) -> None:
     state_dim = DOMAINS[args.domains[0]].state
     data = qc_train.random_data(state_dim, args.tasks, args.episodes * (args.rows - 1))
     agent = qc_train.make_agent(state_dim, args.dtype, args.width, args.samples)
-    rate = qc_train.speed(agent, data, args.batch, args.per_program)
-    flags = os.environ.get("XLA_FLAGS", "")
-    print(json.dumps({"dtype": args.dtype, "flags": flags, "tasks": args.tasks, "rate": round(rate, 1)}), flush=True)
+    rate = qc_train.speed(agent, data, args.batch, max(1, args.per_program // args.together), args.together)
+    setting = {"dtype": args.dtype, "flags": os.environ.get("XLA_FLAGS", ""), "together": args.together}
+    print(json.dumps(setting | {"rate": round(rate, 1)}), flush=True)
 
 
 def train_stage(args: argparse.Namespace) -> None:
-    """Train the seeds one after the other, each on all tasks; weights to evaluate are left in the run's folder."""
+    """Train the seeds, `--together` at a time, on all tasks; weights to evaluate are left in the run's folder."""
     import jax
     import jax.numpy as jnp
     import qc_train
@@ -76,9 +76,10 @@ def train_stage(args: argparse.Namespace) -> None:
             per_program=args.per_program,
             deadline=args.deadline,
         )
-        for seed in args.seeds:
-            state = qc_train.init(agent, seed, TASKS)
-            if not qc_train.train_seed(many, state, data, seed, run=args.run, name=name, schedule=schedule):
+        for i in range(0, len(args.seeds), args.together):
+            seeds = args.seeds[i : i + args.together]
+            states = qc_train.init_seeds(agent, seeds, TASKS)
+            if not qc_train.train_seeds(many, states, data, seeds, run=args.run, name=name, schedule=schedule):
                 return
 
 
@@ -134,18 +135,18 @@ def all_stage(args: argparse.Namespace) -> None:
     deadline = begin + 60 * args.minutes
     first, *others = args.domains
     making = _start(args, "data", [first], processes=args.processes)
-    dtype, flags = args.dtype, args.flags
+    chosen: dict[str, Any] = {"dtype": args.dtype, "flags": args.flags, "together": args.together}
     if args.dtype == "auto":
         # Some time goes into compiling, saving and evaluating.
         rates = measure(args, making)
-        dtype, flags = choose(rates, args.steps * len(args.seeds), 0.85 * (deadline - time.time()))
+        chosen = choose(rates, args.steps * len(args.seeds), 0.85 * (deadline - time.time()))
     making.wait()
-    log(f"all: data of {first} after {time.time() - begin:.0f} s; training in {dtype} {flags}")
+    log(f"all: data of {first} after {time.time() - begin:.0f} s; training with {chosen}")
     if others:
         making = _start(args, "data", others, processes=max(1, args.processes - 4))
-    options = ["--dtype", dtype]
+    options = ["--dtype", chosen["dtype"], "--together", str(chosen["together"])]
     watching = _start(args, "eval", args.domains, [*options, "--watch"], processes=max(1, args.processes - 2))
-    _start(args, "train", args.domains, [*options, "--deadline", str(deadline)], flags=flags).wait()
+    _start(args, "train", args.domains, [*options, "--deadline", str(deadline)], flags=chosen["flags"]).wait()
     (args.run / "trained").touch()
     making.terminate()
     if watching.wait() != 0:
@@ -156,26 +157,40 @@ def all_stage(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, making: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    """Speed of the types and flags, while the data are made; what fails does not count."""
+    """Speed of types, flags and seeds together, as far as one gets while the data are made; what fails is left out."""
     path = args.run / "speed.log"
-    for flags, dtype in product(FLAGS, reversed(TYPES)):
+    path.unlink(missing_ok=True)
+
+    def found() -> list[dict[str, Any]]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def try_out(dtype: str, flags: str, together: int) -> None:
         if making.poll() is None:
-            _start(args, "speed", args.domains[:1], ["--dtype", dtype], flags=flags).wait()
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    for row in found:
-        log(f"all: {row['rate']} updates/s of {row['tasks']} tasks, {row['dtype']} {row['flags']}")
-    return found
+            options = ["--dtype", dtype, "--together", str(together)]
+            _start(args, "speed", args.domains[:1], options, flags=flags).wait()
+
+    # The quickest type says which flags and how many seeds at a time, the others are only tried with these.
+    for flags, together in product(FLAGS, (1, len(args.seeds))):
+        try_out(TYPES[-1], flags, together)
+    fastest = max(found(), key=lambda row: row["rate"], default={"flags": "", "together": 1})
+    for dtype in reversed(TYPES[:-1]):
+        try_out(dtype, fastest["flags"], fastest["together"])
+    for row in found():
+        log(f"all: {row}")
+    return found()
 
 
-def choose(rates: list[dict[str, Any]], updates: int, seconds: float) -> tuple[str, str]:
-    """Type and flags: the most exact type that makes so many updates in time, else the fastest."""
+def choose(rates: list[dict[str, Any]], updates: int, seconds: float) -> dict[str, Any]:
+    """The most exact type that makes so many updates in time, in its fastest way; else the fastest of all, one seed
+    at a time, so that the first ones are done.
+    """
     best = {row["dtype"]: row for row in sorted(rates, key=lambda row: row["rate"])}
     for dtype in TYPES:
         if dtype in best and best[dtype]["rate"] * seconds >= updates:
-            return dtype, best[dtype]["flags"]
-    row = max(best.values(), key=lambda row: row["rate"], default={"dtype": TYPES[-1], "flags": ""})
-    return row["dtype"], row["flags"]
+            return best[dtype]
+    single = [row for row in rates if row["together"] == 1]
+    return max(single, key=lambda row: row["rate"], default={"dtype": TYPES[-1], "flags": "", "together": 1})
 
 
 def _start(
@@ -237,6 +252,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=512)
     add("--samples", type=int, default=32, help="N: candidates")
     add("--tasks", type=int, default=TASKS, help="speed: critics that share a policy")
+    add("--together", type=int, default=1, help="seeds in one program")
     add("--watch", action="store_true", help="eval: wait for weights until training is over")
     add("--docs", type=Path, default=qc_report.DOCS, help="report: folder of the page")
     args = parser.parse_args(argv)

@@ -7,7 +7,7 @@ random numbers; tasks of a seed are not independent of each other, seeds are.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,16 @@ def init(agent: ACRLPD, seed: int, tasks: int) -> Fields:
     return each(jax.random.split(critic_key, tasks))
 
 
+def init_seeds(agent: ACRLPD, seeds: Sequence[int], tasks: int) -> Fields:
+    """States of several seeds, seeds in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(init(agent, seed, tasks) for seed in seeds))
+
+
+def update_key(seed: jax.Array | int) -> jax.Array:
+    """What a seed's updates draw from."""
+    return jax.random.fold_in(jax.random.key(seed), 1)
+
+
 def chunk_batch(data: Mapping[str, jax.Array], index: jax.Array) -> dict[str, Any]:
     """Chunks from the given rows on, by Q-chunking's rule: the critic learns nothing where one crosses an end.
 
@@ -124,8 +134,9 @@ def chunk_batch(data: Mapping[str, jax.Array], index: jax.Array) -> dict[str, An
 
 
 def make_updates(agent: ACRLPD, batch: int) -> Any:
-    """`many(state, data, key, updates)`: so many updates in one program. Each draws from its own number, not in turn,
-    so that it does not matter where a run is interrupted.
+    """`many(states, data, seeds, updates)`: so many updates of several seeds in one program, the seeds in front.
+
+    An update draws its random numbers by its own number, so it does not matter where a run is interrupted.
     """
 
     def one_task(state: Fields, rows: Any, key: jax.Array) -> tuple[Fields, jax.Array]:
@@ -140,9 +151,11 @@ def make_updates(agent: ACRLPD, batch: int) -> Any:
         return jax.vmap(one_task, in_axes=(AXES, of_task, None), out_axes=(AXES, 1))(state, rows, update)
 
     @partial(jax.jit, static_argnames="updates", donate_argnums=0)
-    def many(state: Fields, data: Any, key: jax.Array, updates: int) -> tuple[Fields, jax.Array]:
-        state, seen = jax.lax.scan(lambda state, _: once(state, data, key), state, length=updates)
-        return state, seen.mean(0)
+    def many(states: Fields, data: Any, seeds: jax.Array, updates: int) -> tuple[Fields, jax.Array]:
+        keys = jax.vmap(update_key)(seeds)
+        each = jax.vmap(lambda state, key: once(state, data, key))
+        states, seen = jax.lax.scan(lambda states, _: each(states, keys), states, length=updates)
+        return states, seen.mean(0)
 
     return many
 
@@ -180,7 +193,7 @@ def restore(path: Path, like: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long a seed trains, and when it is saved and looked at."""
+    """How long seeds train, and when they are saved and evaluated."""
 
     steps: int = 100_000
     evaluate_every: int = 50_000
@@ -191,34 +204,37 @@ class Schedule:
     """Time (seconds since the epoch) at which training stops, saved."""
 
 
-def train_seed(many: Any, state: Fields, data: Any, seed: int, *, run: Path, name: str, schedule: Schedule) -> bool:
-    """Train one seed on all tasks, from where it stopped. False: the time was up before."""
+def train_seeds(
+    many: Any, states: Fields, data: Any, seeds: Sequence[int], *, run: Path, name: str, schedule: Schedule
+) -> bool:
+    """Train seeds together on all tasks, from where they stopped. False: the time was up before."""
     steps, per_program = schedule.steps, schedule.per_program
-    state_path = run / "states" / f"{name}_{seed}.npz"
-    if state_path.exists():
-        state = restore(state_path, state)
-        log(f"train {name} seed {seed}: goes on at {int(state['step'])}")
-    key = jax.random.fold_in(jax.random.key(seed), 1)
-    step = start = int(state["step"])
+    title = f"train {name} seeds {' '.join(map(str, seeds))}"
+    path = run / "states" / f"{name}_{'-'.join(map(str, seeds))}.npz"
+    if path.exists():
+        states = restore(path, states)
+        log(f"{title}: go on at {int(states['step'][0])}")
+    step = start = int(states["step"][0])
     begin = time.monotonic()
     while step < steps:
         count = min(per_program, steps - step)
-        state, seen = many(state, data, key, count)
+        states, seen = many(states, data, jnp.asarray(seeds), count)
         seen = np.asarray(seen)
         step += count
         late = time.time() > schedule.deadline
         if step % schedule.evaluate_every == 0:
-            save(run / "weights" / f"{name}_{seed}_{step}.npz", state["params"])
+            for i, seed in enumerate(seeds):
+                save(run / "weights" / f"{name}_{seed}_{step}.npz", jax.tree.map(lambda x, i=i: x[i], states["params"]))
         if step % schedule.save_every == 0 or step == steps or late:
-            save(state_path, state)
+            save(path, states)
         if step % (10 * per_program) == 0 or step == steps or late:
-            loss, q, flow = seen
-            rate = (step - start) / (time.monotonic() - begin)
+            loss, q, flow = seen.mean(0)
+            rate = len(seeds) * (step - start) / (time.monotonic() - begin)
             values = " ".join(f"{value:.1f}" for value in q)
             errors = " ".join(f"{value:.2f}" for value in loss)
-            log(f"train {name} seed {seed} {step}: {rate:.0f} updates/s, flow {flow[0]:.3f}, Q {values}, loss {errors}")
+            log(f"{title} {step}: {rate:.0f} updates/s in all, flow {flow[0]:.3f}, Q {values}, loss {errors}")
         if late and step < steps:
-            log(f"train {name} seed {seed}: the time is up at {step}")
+            log(f"{title}: the time is up at {step}")
             return False
     return True
 
@@ -237,11 +253,10 @@ def random_data(state_dim: int, tasks: int, rows: int = 1_000_000) -> dict[str, 
     }
 
 
-def speed(agent: ACRLPD, data: Any, batch: int, updates: int) -> float:
-    """Updates a second, once compiled."""
-    tasks = len(data["rewards"])
-    many, state = make_updates(agent, batch), init(agent, 0, tasks)
+def speed(agent: ACRLPD, data: Any, batch: int, updates: int, seeds: int) -> float:
+    """Updates a second of all seeds together, once compiled."""
+    many, states = make_updates(agent, batch), init_seeds(agent, range(seeds), len(data["rewards"]))
     for _ in range(2):
         begin = time.monotonic()
-        state, _ = jax.block_until_ready(many(state, data, jax.random.key(0), updates))
-    return updates / (time.monotonic() - begin)
+        states, _ = jax.block_until_ready(many(states, data, jnp.arange(seeds), updates))
+    return seeds * updates / (time.monotonic() - begin)

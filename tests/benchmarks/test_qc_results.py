@@ -1,6 +1,5 @@
 """Q-chunking's curves without simulators: chunks, tasks in one program, resuming, evaluation and report."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -116,13 +115,15 @@ def test_chunks_against_a_loop(train: Any, data: dict[str, jax.Array]):
     assert 0 < float(found["sequence_mask"].mean()) < 1
 
 
-def test_tasks_in_one_program_learn_as_each_alone(train: Any, agent: Any, data: dict[str, jax.Array]):
-    """`ACRLPD.update`, mapped over the critics of a policy, is the update of each with that policy."""
-    key, update = jax.random.key(5), jax.jit(agent.update)
-    together, _ = train.make_updates(agent, BATCH)(train.init(agent, 0, TASKS), data, key, updates=3)
+def test_seeds_and_tasks_in_one_program_learn_as_each_alone(train: Any, agent: Any, data: dict[str, jax.Array]):
+    """`ACRLPD.update`, mapped over seeds and the critics of their policies, is the update of each."""
+    key, update = train.update_key(1), jax.jit(agent.update)
+    seeds = train.init_seeds(agent, [0, 1], TASKS)
+    seeds, _ = train.make_updates(agent, BATCH)(seeds, data, jnp.array([0, 1]), updates=3)
+    together = jax.tree.map(lambda x: x[1], seeds)
     for task in range(TASKS):
         pick = {"rewards": data["rewards"][task : task + 1], "masks": data["masks"][task : task + 1]}
-        alone = train.TrainState(**only(train.init(agent, 0, TASKS), train.AXES, task))
+        alone = train.TrainState(**only(train.init(agent, 1, TASKS), train.AXES, task))
         for step in range(3):
             draw, noise = jax.random.split(jax.random.fold_in(key, step))
             batch = train.chunk_batch(data | pick, jax.random.randint(draw, (BATCH,), 0, ROWS - 4))
@@ -142,24 +143,22 @@ def close(found: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-def test_an_interrupted_seed_ends_as_one_that_was_not(
-    train: Any, agent: Any, data: dict[str, jax.Array], tmp_path: Path
-):
+def test_interrupted_seeds_end_as_others(train: Any, agent: Any, data: dict[str, jax.Array], tmp_path: Path):
     many = train.make_updates(agent, BATCH)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     schedule = train.Schedule(steps=8, evaluate_every=4, save_every=4, per_program=2)
 
     def run(folder: Path, schedule: Any) -> bool:
-        fresh = train.init(agent, 1, TASKS)
-        return train.train_seed(many, fresh, data, 1, run=folder, name="scene", schedule=schedule)
+        fresh = train.init_seeds(agent, [1, 4], TASKS)
+        return train.train_seeds(many, fresh, data, [1, 4], run=folder, name="scene", schedule=schedule)
 
     assert run(whole, schedule)
     assert not run(parts, replace(schedule, deadline=0.0))
-    assert int(np.load(parts / "states/scene_1.npz")["['step']"]) == 2
+    assert np.load(parts / "states/scene_1-4.npz")["['step']"].tolist() == [2, 2]
     assert run(parts, schedule)
-    assert sorted(path.name for path in (parts / "weights").iterdir()) == ["scene_1_4.npz", "scene_1_8.npz"]
-    like = jax.eval_shape(lambda: train.init(agent, 1, TASKS))
-    states = [train.restore(folder / "states/scene_1.npz", like) for folder in (whole, parts)]
+    assert {path.stem for path in (parts / "weights").iterdir()} == {f"scene_{s}_{n}" for s in (1, 4) for n in (4, 8)}
+    like = jax.eval_shape(lambda: train.init_seeds(agent, [1, 4], TASKS))
+    states = [train.restore(folder / "states/scene_1-4.npz", like) for folder in (whole, parts)]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
@@ -259,12 +258,14 @@ def test_the_most_exact_type_that_is_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(RESULTS))
     import qc
 
-    rates = [{"dtype": "float32", "flags": "", "rate": 200.0}, {"dtype": "float32", "flags": "x", "rate": 300.0}]
-    rates += [{"dtype": "bfloat16", "flags": "x", "rate": 600.0}]
-    assert qc.choose(rates, 300_000, 1000) == ("float32", "x")
-    assert qc.choose(rates, 400_000, 1000) == ("bfloat16", "x")
-    assert qc.choose(rates, 900_000, 1000) == ("bfloat16", "x")
-    assert qc.choose([], 1, 1) == ("bfloat16", "")
+    def row(dtype: str, rate: float, together: int = 1) -> dict[str, Any]:
+        return {"dtype": dtype, "flags": "", "together": together, "rate": rate}
+
+    rates = [row("float32", 300.0, 4), row("float32", 200.0), row("bfloat16", 600.0, 4), row("bfloat16", 500.0)]
+    assert qc.choose(rates, 300_000, 1000) == rates[0]
+    assert qc.choose(rates, 400_000, 1000) == rates[2]
+    assert qc.choose(rates, 900_000, 1000) == rates[3]
+    assert qc.choose([], 1, 1) == {"dtype": "bfloat16", "flags": "", "together": 1}
 
 
 def test_stages_take_what_all_hands_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -293,4 +294,4 @@ def test_stages_take_what_all_hands_them(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [args.stage for args in parsed] == ["data", *["speed"] * 6, "data", "eval", "train"]
     assert {(args.steps, tuple(args.seeds)) for args in parsed} == {(30, (4, 5))}
     assert [args.domains for args in parsed if args.stage == "data"] == [["puzzle-3x3"], ["scene"]]
-    assert json.dumps(parsed[-1].dtype) == '"bfloat16"'
+    assert (parsed[-1].dtype, parsed[-1].together) == ("bfloat16", 1)
