@@ -44,7 +44,7 @@ with LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", existi
 
 print(inspect(FOLDER), end="\n\n")
 
-# Read back as training reads it. Time ran out in the failures, and `next.truncated` says so: the critic bootstraps there.
+# Read back as training reads it. Failures ran out of time, and `next.truncated` says so: the critic bootstraps there.
 # Without that column a labelled failure ends the task, and its last actions are worth nothing (`data.failure`).
 source = create_source(DataConfig(repo_ids=(FOLDER,), outcome="columns"), my_simulator.POINT)
 for index in range(6):
