@@ -23,6 +23,7 @@ NEXT_REWARD = "next.reward"
 NEXT_SUCCESS = "next.success"
 NEXT_DONE = "next.done"
 NEXT_TRUNCATED = "next.truncated"
+INTERVENTION = "intervention"
 
 # OpenPI's checkpoint layout: <step>/{params,train_state,assets/<asset_id>/norm_stats.json}.
 PARAMS_ITEM = "params"

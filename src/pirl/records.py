@@ -35,6 +35,8 @@ class Episode:
     intended: Float[Array, "T H A"] | None = None
     """For rollouts: the whole chunk the policy meant to execute from t on, also beyond the end of the episode; NaN from
     the step on where a plan ends that was made before t."""
+    intervention: Bool[Array, "T"] | None = None
+    """True where a person (or a scripted corrector) chose action t instead of the policy. None where nobody says."""
 
     def __len__(self) -> int:
         return len(self.rewards)

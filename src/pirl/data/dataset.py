@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Float32, Int, UInt8
+from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from pirl import names
 from pirl.data import labels, lerobot, outcomes, video
@@ -51,6 +51,7 @@ class LeRobotSource:
         """Every low-dimensional column, as the dataset names it."""
         self._state = _vectors(self.meta, self.columns, state_key)
         self._actions = _vectors(self.meta, self.columns, action_key)
+        self._interventions = read_interventions(self.meta, self.columns)
         self._tasks = read_tasks(self.meta, self.columns)
         self.rule, self.outcomes = read_outcomes(self.meta, self.columns, outcome or OutcomeRule())
 
@@ -92,6 +93,7 @@ class LeRobotSource:
             terminated=outcome.terminated,
             truncated=outcome.truncated,
             success=outcome.success,
+            intervention=None if self._interventions is None else self._interventions[rows],
         )
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
@@ -306,6 +308,19 @@ def read_tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[st
             stacklevel=3,
         )
     return tuple(tasks)
+
+
+def read_interventions(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "N"] | None:
+    """LeRobot's column `intervention`: which rows a person acted in. None where the dataset lacks it."""
+    if (column := columns.get(names.INTERVENTION)) is None:
+        return None
+    if column.ndim != 1 or column.dtype.kind not in "biuf":
+        raise DataError(
+            f"{meta.root / lerobot.INFO_FILE}: {names.INTERVENTION} is {meta.features[names.INTERVENTION].dtype} of "
+            f"shape {meta.features[names.INTERVENTION].shape}, expected bool of shape (1,)",
+            hint="store one flag per frame, or rename the feature",
+        )
+    return column.astype(bool)
 
 
 def read_outcomes(

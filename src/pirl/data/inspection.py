@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from pirl.data import labels, lerobot, outcomes, video
 from pirl.data.cache import format_bytes
-from pirl.data.dataset import MODEL_SIZE, read_outcomes, read_tasks
+from pirl.data.dataset import MODEL_SIZE, read_interventions, read_outcomes, read_tasks
 from pirl.data.lerobot import Feature
 from pirl.data.outcomes import OutcomeRule
 from pirl.errors import DataError
@@ -42,6 +42,8 @@ class Inspection:
     """What the outcome rule found, or what is missing to have one."""
     labels: str
     """Who labelled what with `pirl label`, and where they disagree; empty where nobody did."""
+    interventions: str
+    """How much of it people did in place of the policy; empty where the dataset does not say."""
     success: tuple[bool | None, ...]
     """Of each episode; None where nobody knows."""
     stored_bytes: int
@@ -66,6 +68,7 @@ class Inspection:
                 f"cameras: {', '.join(self.cameras) or 'none'}",
                 *([self.labels] if self.labels else []),
                 self.outcomes,
+                *([self.interventions] if self.interventions else []),
                 f"{stored} on disk, {decoded} decoded for a model that sees {MODEL_SIZE}x{MODEL_SIZE}",
             ]
         )
@@ -98,9 +101,24 @@ def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
         tasks={task: tasks.count(task) for task in dict.fromkeys(tasks)},
         outcomes=said,
         labels=labels.describe(verdicts, [one.index for one in meta.episodes]),
+        interventions=_describe_interventions(meta, columns),
         success=success,
         stored_bytes=sum(one.stat().st_size for one in {span.path for span in spans}),
         decoded_bytes=int(pixels) * 3 * int(meta.lengths.sum()),
+    )
+
+
+def _describe_interventions(meta: lerobot.DatasetMeta, columns: Mapping[str, np.ndarray]) -> str:
+    """Corrections (runs of flagged frames), their frames and episodes, in one sentence."""
+    flags = read_interventions(meta, columns)
+    if flags is None:
+        return ""
+    parts = [flags[one.start : one.start + one.length] for one in meta.episodes]
+    corrections = sum(int(np.diff(part.astype(np.int8), prepend=0).clip(0).sum()) for part in parts)
+    touched = sum(bool(part.any()) for part in parts)
+    return (
+        f"interventions: {corrections} in {touched} of {len(parts)} episodes, "
+        f"{int(flags.sum())} of {len(flags)} frames ({flags.mean():.1%})"
     )
 
 

@@ -217,7 +217,8 @@ def _columns(episode: Episode) -> dict[str, Array]:
         "terminated": episode.terminated,
         "truncated": episode.truncated,
     }
-    return columns if episode.intended is None else {**columns, "intended": episode.intended}
+    optional = {"intended": episode.intended, "intervention": episode.intervention}
+    return columns | {name: column for name, column in optional.items() if column is not None}
 
 
 def _digest(episode: Episode, frames: Frames) -> str:
@@ -253,6 +254,7 @@ def _read(path: Path, cameras: tuple[str, ...]) -> tuple[Episode, Frames]:
             task=str(arrays["task"]),
             success=None if outcome < 0 else bool(outcome),
             intended=arrays.get("intended"),
+            intervention=arrays.get("intervention"),
             **{name: arrays[name] for name in ("state", "actions", "rewards", "terminated", "truncated")},
         )
     except FileNotFoundError as error:
