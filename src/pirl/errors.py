@@ -32,6 +32,10 @@ class EnvError(PirlError):
     """An environment that cannot be made, misbehaves, or is asked for something it does not have."""
 
 
+class WireError(PirlError):
+    """A message between robot and server that the wire format does not allow."""
+
+
 class MissingExtraError(PirlError):
     """An optional dependency that is needed now."""
 
