@@ -91,6 +91,8 @@ def test_a_dataset(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"LeRobot {name[:2]}.{name[2]}" in shown
     assert "5 episodes of 37 to 80 frames, 277 in all" in shown
     assert "3 episodes succeed, 2 fail" in shown
+    assert "data.held_out 0.1 (data.seed 0) keeps" in shown
+    assert "held_out" not in pirl(capsys, "inspect", "data", LEROBOT / name, "--held-out", "0")
 
 
 def test_no_dataset_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a LeRobot dataset: episodes, features, tasks, outcomes"
     one = kinds.add_parser("data", help=text, description=f"Shows and checks {text}.", epilog=DATA_EXAMPLES)
     one.add_argument("location", metavar="DATASET", help="folder, or repo id on the Hugging Face hub")
+    held_out = "the share data.held_out, or number of each outcome, to keep apart from training (default 0.1)"
+    one.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help=held_out)
+    one.add_argument("--seed", type=int, default=0, metavar="S", help="data.seed, which chooses them (default 0)")
     text = "draw the first and last frames of some successes and failures"
     one.add_argument("--pictures", type=Path, metavar="PNG", help=text)
 
@@ -57,10 +60,15 @@ def run(args: argparse.Namespace) -> int:
 
 def data(args: argparse.Namespace) -> Iterator[str]:
     """A dataset's summary."""
+    from pirl.data.config import DataConfig
+    from pirl.data.held_out import describe
     from pirl.data.inspection import draw_ends, inspect
 
+    split = DataConfig(held_out=args.held_out, seed=args.seed)
     found = inspect(args.location)
     yield str(found)
+    if args.held_out:
+        yield describe(found.success, found.indices, split.held_out, split.seed)
     if args.pictures:
         args.pictures.parent.mkdir(parents=True, exist_ok=True)
         draw_ends(found.root, found.success).save(args.pictures, "PNG")

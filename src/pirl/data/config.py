@@ -62,6 +62,9 @@ class DataConfig:
     """Added to the last reward of a terminal failure: 0 or negative."""
     successes_only: bool = False
     """Train only on successful episodes: filtered imitation, the baseline for RL."""
+    held_out: float = 0.0
+    """Episodes kept apart from training, to measure on: a share (0.1), or so many of each outcome (5). Whole episodes,
+    of every outcome, chosen by `seed`; those recorded later do not change the choice. 0: none."""
     boundary: Boundary = "pad"
     """Where an episode ends inside a chunk, the critic learns from the executed part (pad) or skips it (drop)."""
     critic_horizon: int | None = None
@@ -106,6 +109,8 @@ class DataConfig:
                 f"failure_reward is {self.failure_reward} and failures are time-outs",
                 "nothing is paid where the task goes on: failure terminal, or failure_reward 0",
             )
+        if not (0 <= self.held_out <= 0.5 or self.held_out >= 1) or (self.held_out % 1 and self.held_out > 1):
+            refuse(f"held_out is {self.held_out:g}", "a share up to 0.5, a whole number of episodes per outcome, or 0")
         if self.critic_horizon is not None and self.critic_horizon < 1:
             refuse(f"critic_horizon is {self.critic_horizon}", "the critic scores at least one step")
         if self.episodes_per_memory_pool is not None and self.episodes_per_memory_pool < 1:

@@ -13,7 +13,8 @@ from pirl import names
 from pirl.data import lerobot, synthetic, video
 from pirl.data.cache import CacheConfig
 from pirl.data.config import DataConfig
-from pirl.data.dataset import LeRobotSource, MixedSource, SuccessfulSource
+from pirl.data.dataset import LeRobotSource, MixedSource, successful
+from pirl.data.held_out import split
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import NormStats, load_norm_stats
 from pirl.data.outcomes import OutcomeRule
@@ -53,8 +54,10 @@ def create_acrlpd_data_loader(
     if height != width:
         raise ConfigError(f"the model's pictures are {height}x{width}", hint="datasets are read for square pictures")
     source = create_source(config, transform.robot, image_size=height) if config.repo_ids else None
+    if source is not None:
+        source, _ = split(source, config.held_out, config.seed)
     if source is not None and config.successes_only:
-        source = SuccessfulSource(source)
+        source = successful(source)
     if source is not None and next_observations:
         check_discount(discount, float(np.median(source.lengths)))
     return ACRLPDDataLoader(

@@ -176,17 +176,12 @@ class MixedSource:
         return self.sources[which], index - int(self._ends[which]) + len(self.sources[which])
 
 
-class SuccessfulSource:
-    """Only the successful episodes of a source: what filtered imitation learns from."""
+class SubsetSource:
+    """Some of the episodes of a source, in its order."""
 
-    def __init__(self, source: EpisodeSource) -> None:
+    def __init__(self, source: EpisodeSource, kept: Sequence[int] | Int[np.ndarray, "E"]) -> None:
         self.source = source
-        self._kept = [index for index in range(len(source)) if source.episode(index).success]
-        if not self._kept:
-            raise DataError(
-                f"none of {len(source)} episodes is known to have succeeded",
-                hint="check the outcomes with `pirl inspect data`, or train on all episodes",
-            )
+        self._kept = [int(index) for index in kept]
         self.letterbox = bool(getattr(source, "letterbox", False))
 
     @property
@@ -225,6 +220,17 @@ class SuccessfulSource:
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
         """Pictures of one episode."""
         return self.source.frames(self._kept[index])
+
+
+def successful(source: EpisodeSource) -> SubsetSource:
+    """Only the successful episodes of a source: what filtered imitation learns from."""
+    kept = [index for index in range(len(source)) if source.episode(index).success]
+    if not kept:
+        raise DataError(
+            f"none of {len(source)} episodes is known to have succeeded",
+            hint="check the outcomes with `pirl inspect data`, or train on all episodes",
+        )
+    return SubsetSource(source, kept)
 
 
 def frame_sizes(source: EpisodeSource) -> dict[str, tuple[int, int]]:

@@ -32,6 +32,8 @@ class Inspection:
     """Frames a second."""
     lengths: Int[np.ndarray, "E"]
     """Frames of each episode."""
+    indices: tuple[int, ...]
+    """The dataset's number of each episode."""
     features: Mapping[str, Feature]
     """By key."""
     cameras: tuple[str, ...]
@@ -96,6 +98,7 @@ def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
         robot=meta.robot,
         fps=meta.fps,
         lengths=meta.lengths,
+        indices=tuple(one.index for one in meta.episodes),
         features=meta.features,
         cameras=meta.cameras,
         tasks={task: tasks.count(task) for task in dict.fromkeys(tasks)},

@@ -1,0 +1,77 @@
+"""Episodes kept apart from training, to measure on: whole episodes, some of every outcome, always the same ones.
+
+Of the episodes of one outcome in one dataset, in their order, every stretch of 1/share gives one, which a hash of the
+seed and the stretch picks. So a share is held to within one episode, episodes that are recorded later do not change
+what the earlier ones are for, and the order of the datasets does not matter.
+"""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from pirl.data.dataset import MixedSource, SubsetSource
+from pirl.errors import PirlWarning
+from pirl.records import EpisodeSource
+
+FEWEST = 4
+"""An outcome with fewer episodes gives none away; one with as many gives one."""
+_OUTCOMES = {True: "success", False: "failure", None: "unlabelled"}
+
+
+def choose(outcomes: Sequence[bool | None], held_out: int | float, seed: int = 0) -> Int[np.ndarray, "n"]:
+    """Which episodes of one dataset to keep apart, in order.
+
+    `held_out` below 1 is a share; from 1 on it is a number of episodes of each outcome, at most a quarter of them.
+    """
+    if not held_out:
+        return np.zeros(0, np.int64)
+    share, most = (held_out, math.inf) if held_out < 1 else (1 / FEWEST, held_out)
+    chosen: list[int] = []
+    for kind, name in _OUTCOMES.items():
+        alike = [index for index, outcome in enumerate(outcomes) if outcome is kind]
+        for stretch in range(math.floor(len(alike) * share) + 1):
+            first, end = (math.ceil(border / share - 1e-9) for border in (stretch, stretch + 1))
+            # One of the first four where there is nothing yet: a rare outcome is measured as well.
+            size = min(end - first, FEWEST) if stretch == 0 else end - first
+            digest = hashlib.blake2b(f"{seed} {name} {stretch}".encode(), digest_size=8).digest()
+            place = first + int.from_bytes(digest) % size
+            if len(alike) >= FEWEST and place < len(alike) and stretch < most:
+                chosen.append(alike[place])
+    return np.array(sorted(chosen), np.int64)
+
+
+def split(source: EpisodeSource, held_out: int | float, seed: int = 0) -> tuple[EpisodeSource, EpisodeSource | None]:
+    """(the episodes to train on, those kept apart). Datasets that are mixed are split one by one."""
+    if not held_out:
+        return source, None
+    parts = source.sources if isinstance(source, MixedSource) else (source,)
+    chosen, before = [np.zeros(0, np.int64)], 0
+    for part in parts:
+        outcomes = [part.episode(index).success for index in range(len(part))]
+        chosen.append(before + choose(outcomes, held_out, seed))
+        before += len(part)
+    apart = np.concatenate(chosen)
+    if not len(apart):
+        warnings.warn(
+            f"data.held_out is {held_out:g}, and no outcome has the {FEWEST} episodes it takes to keep one apart: "
+            "nothing is held out",
+            PirlWarning,
+            stacklevel=3,
+        )
+        return source, None
+    rest = np.setdiff1d(np.arange(len(source)), apart)
+    return SubsetSource(source, rest), SubsetSource(source, apart)
+
+
+def describe(outcomes: Sequence[bool | None], indices: Sequence[int], held_out: int | float, seed: int = 0) -> str:
+    """What a split keeps apart of a dataset whose episodes have these outcomes and numbers, in one sentence."""
+    chosen = choose(outcomes, held_out, seed)
+    kinds = [outcomes[i] for i in chosen]
+    counts = ", ".join(f"{kinds.count(kind)} {name}" for kind, name in _OUTCOMES.items() if kind in kinds)
+    shown = " ".join(str(indices[i]) for i in chosen[:20]) + (" …" if len(chosen) > 20 else "")
+    found = f" ({counts}): {shown}" if kinds else f": no outcome has {FEWEST}"
+    return f"data.held_out {held_out:g} (data.seed {seed}) keeps {len(kinds)} of {len(outcomes)} episodes apart{found}"
