@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args
 import yaml
 
 from pirl.errors import ConfigError, did_you_mean
+from pirl.files import write_text
 
 TAG = "type"
 """The key that says which dataclass of several a mapping describes."""
@@ -87,13 +88,7 @@ def write_yaml(
     if file.exists() and not overwrite:
         raise ConfigError(f"{file} exists", hint="give another name, or remove it")
     above = "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines())
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        partial.write_text(above + to_yaml(config, comments=comments), encoding="utf-8")
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(file, above + to_yaml(config, comments=comments))
     return file
 
 

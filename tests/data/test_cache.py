@@ -153,7 +153,7 @@ def test_leftovers_of_killed_builders_go_and_those_of_living_ones_stay(meta: Dat
     frames = make(meta, "disk")
     folder = frames.folders[CAMERAS[0]]
     folder.mkdir(parents=True)
-    old, new = folder / ".episode_000000.npy.a.tmp", folder / ".episode_000000.npy.b.tmp"
+    old, new = folder / ".episode_000000.npy.a.tmp.npy", folder / ".episode_000000.npy.b.tmp.npy"
     old.write_bytes(b"half"), new.write_bytes(b"half")
     os.utime(old, (time.time() - 90_000,) * 2)
     frames.build()

@@ -33,15 +33,14 @@ from pirl.checkpoints.run_directory import (
     METADATA_FILE,
     complete_steps,
     io_errors,
-    json_text,
     lock_run,
     prepare_directory,
-    write_text,
 )
 from pirl.checkpoints.run_metadata import as_json, check_compatible, finite_metrics
 from pirl.checkpoints.weights import load_openpi, openpi_leaves
 from pirl.data.normalize import NormStats, save_norm_stats
 from pirl.errors import CheckpointError, PirlError
+from pirl.files import json_text, write_text
 from pirl.models.params import flatten, nest
 from pirl.names import ASSETS_ITEM, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.parallel.distributed import barrier, is_main

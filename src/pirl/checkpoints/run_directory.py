@@ -1,17 +1,16 @@
 """The folder of a run: who may write there, and what becomes of what is there already."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from pirl import __version__
 from pirl.errors import CheckpointError, PirlError
+from pirl.files import json_text, write_text
 from pirl.names import PARAMS_ITEM
 from pirl.parallel.distributed import barrier, is_main
 from pirl.training.config import ResumeMode
@@ -90,18 +89,6 @@ def lock_run(directory: Path, taken: PirlError | None = None) -> FileLock:
     except NotImplementedError:
         pass  # a file system without locks
     return lock
-
-
-def json_text(content: Any) -> str:
-    """JSON for people to read."""
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def write_text(file: Path, text: str) -> None:
-    """Replace a file at once."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
 
 
 @contextmanager

@@ -234,11 +234,11 @@ def _comparison(first: Any, second: Any) -> dict[str, Any]:
 
 
 def _write(file: Path, result: Mapping[str, Any]) -> str:
-    from pirl.checkpoints.run_directory import io_errors, json_text, write_text
+    from pirl.checkpoints.run_directory import io_errors
+    from pirl.files import json_text, write_text
 
     text = json_text(result)
     with io_errors(f"{file} cannot be written"):
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
     return text
 

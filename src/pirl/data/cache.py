@@ -15,7 +15,6 @@ import resource
 import shutil
 import threading
 import time
-import uuid
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -34,6 +33,7 @@ from pirl.data import lerobot, video
 from pirl.data.config import Tier
 from pirl.data.lerobot import DatasetMeta
 from pirl.errors import DataError, PirlWarning
+from pirl.files import LEFTOVERS, replacing
 
 _CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
 _SMALL = 2**30  # decoding this much takes seconds; not worth a file
@@ -301,16 +301,9 @@ class FrameCache:
 
 def write_array(path: Path, array: UInt8[np.ndarray, "..."]) -> None:
     """Write an `.npy` file that exists whole or not at all, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(_header(array.shape))
-            file.write(np.ascontiguousarray(array).data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as partial, partial.open("wb") as file:
+        file.write(_header(array.shape))
+        file.write(np.ascontiguousarray(array).data)
 
 
 def _header(shape: tuple[int, ...]) -> bytes:
@@ -321,7 +314,7 @@ def _header(shape: tuple[int, ...]) -> bytes:
 
 def _remove_leftovers(folder: Path) -> None:
     """Temporary files of builders that were killed; a living one is never a day on one episode."""
-    for leftover in folder.glob(".*.tmp"):
+    for leftover in folder.glob(LEFTOVERS):
         if time.time() - leftover.stat().st_mtime > _DAY:
             leftover.unlink(missing_ok=True)
 

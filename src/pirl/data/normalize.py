@@ -5,7 +5,6 @@ wrote is read here. Any difference in arithmetic would move the robot.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from pirl.errors import DataError
+from pirl.files import write_text
 from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
 from pirl.records import Array
 
@@ -132,10 +132,7 @@ def save_norm_stats(directory: str | Path, stats: Mapping[str, NormStats], *, ov
         key: {name: None if (value := getattr(entry, name)) is None else value.tolist() for name in names}
         for key, entry in stats.items()
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"norm_stats": entries}, indent=2, allow_nan=False), encoding="utf-8")
-    os.replace(partial, file)
+    write_text(file, json.dumps({"norm_stats": entries}, indent=2, allow_nan=False))
     return file
 
 

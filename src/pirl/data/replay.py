@@ -6,7 +6,6 @@ What a checkpoint has to remember is the small dictionary `save` returns.
 """
 
 import hashlib
-import os
 import threading
 import zipfile
 from collections import deque
@@ -21,6 +20,7 @@ from jaxtyping import Int
 from pirl.data.config import Imitated
 from pirl.data.pool import Frames, Resident, low_dim_digest, make_resident
 from pirl.errors import CheckpointError, ConfigError, DataError
+from pirl.files import read_arrays, write_arrays
 from pirl.records import Array, Episode
 
 
@@ -116,7 +116,7 @@ class ReplayBuffer:
     def append(self, episode: Episode, frames: Frames) -> None:
         """Add an episode; the oldest are forgotten until it fits. The arrays are kept, not copied."""
         _check_frames(episode, frames, self.cameras)
-        size = sum(array.nbytes for array in (*_columns(episode).values(), *frames.values()))
+        size = sum(array.nbytes for array in _columns(episode, frames).values())
         if size > self.max_bytes:
             raise DataError(
                 f"an episode of {len(episode)} steps takes {size} bytes, the replay buffer holds {self.max_bytes}",
@@ -145,7 +145,7 @@ class ReplayBuffer:
                 name = f"{stored.number:08d}-{_digest(stored.episode, stored.frames)}.npz"
                 self._files[stored.number] = name
             if not (path := directory / self._files[stored.number]).exists():
-                _write(path, stored.episode, stored.frames)
+                write_arrays(path, _columns(stored.episode, stored.frames))
         return {"appended": appended, "episodes": [self._files[stored.number] for stored in ring]}
 
     def restore(self, directory: Path, state: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class ReplayBuffer:
         ring: deque[_Stored] = deque()
         for name in state["episodes"]:
             episode, frames = _read(directory / name, self.cameras)
-            size = sum(array.nbytes for array in (*_columns(episode).values(), *frames.values()))
+            size = sum(array.nbytes for array in _columns(episode, frames).values())
             ring.append(_Stored(int(name.split("-")[0]), episode, frames, size))
         total = sum(stored.size for stored in ring)
         if len(ring) > self.max_episodes or total > self.max_bytes:
@@ -205,8 +205,8 @@ class ReplayStream:
         return make_resident(contents, indices, frames=contents.frames, **self._rules)
 
 
-def _columns(episode: Episode) -> dict[str, Array]:
-    """An episode as arrays, ready for a file."""
+def _columns(episode: Episode, frames: Frames) -> dict[str, Array]:
+    """An episode and its pictures as arrays, ready for a file."""
     outcome = -1 if episode.success is None else int(episode.success)
     columns = {
         "task": np.array(episode.task),
@@ -218,6 +218,7 @@ def _columns(episode: Episode) -> dict[str, Array]:
         "truncated": episode.truncated,
     }
     optional = {"intended": episode.intended, "intervention": episode.intervention}
+    optional |= {f"frames.{camera}": pixels for camera, pixels in frames.items()}
     return columns | {name: column for name, column in optional.items() if column is not None}
 
 
@@ -229,25 +230,10 @@ def _digest(episode: Episode, frames: Frames) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, episode: Episode, frames: Frames) -> None:
-    """Under a temporary name first: nothing half-written is ever visible under the real one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            pictures = {f"frames.{camera}": pixels for camera, pixels in frames.items()}
-            np.savez(file, **_columns(episode), **pictures)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _read(path: Path, cameras: tuple[str, ...]) -> tuple[Episode, Frames]:
     """Read one file and check it against the hash in its name."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = read_arrays(path)
         frames = {camera: arrays[f"frames.{camera}"] for camera in cameras}
         outcome = int(arrays["success"])
         episode = Episode(

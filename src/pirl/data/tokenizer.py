@@ -6,7 +6,6 @@ the ending are tokenized once each and laid together. That is exact for a tokeni
 neighbour, which its vocabulary tells; with any other the whole text is encoded anew for every sample, and not cached.
 """
 
-import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
 from pirl.errors import DataError, PirlWarning
+from pirl.files import write_bytes
 from pirl.paths import tokenizer_path
 from pirl.records import Array
 
@@ -136,7 +136,7 @@ def _read_model(source: str | Path | None) -> tuple[str, bytes]:
             looked.append(f"{place} ({type(error).__name__}: {error})")
             continue
         if source is None and place == PALIGEMMA_URL:
-            _store(cache, model)
+            write_bytes(cache, model)
         return place, model
     raise DataError(
         "the PaliGemma tokenizer was not found; looked at\n    " + "\n    ".join(looked),
@@ -151,13 +151,6 @@ def _read_url(url: str) -> bytes:
     options: dict[str, Any] = {"token": "anon"} if url == PALIGEMMA_URL else {}
     with fsspec.open(url, "rb", **options) as file:
         return file.read()
-
-
-def _store(cache: Path, model: bytes) -> None:
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    partial = cache.with_name(f".{cache.name}.{os.getpid()}")
-    partial.write_bytes(model)
-    os.replace(partial, cache)
 
 
 def clean_prompt(text: str) -> str:

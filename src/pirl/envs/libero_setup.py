@@ -25,6 +25,7 @@ from jaxtyping import Float
 
 from pirl.envs.mujoco_render import choose_gl
 from pirl.errors import EnvError
+from pirl.files import write_text
 from pirl.paths import pirl_home
 from pirl.records import Array
 
@@ -178,12 +179,9 @@ def _config_file() -> Iterator[None]:
     assert package.origin is not None
     root = Path(package.origin).parent / "libero"
     ours = pirl_home() / "libero"
-    ours.mkdir(parents=True, exist_ok=True)
     paths = {"benchmark_root": root, "bddl_files": root / "bddl_files", "init_states": root / "init_files"}
     paths |= {"datasets": ours / "datasets", "assets": root / "assets"}
-    partial = ours / f".config.{os.getpid()}.partial"
-    partial.write_text("".join(f"{key}: {path}\n" for key, path in paths.items()))
-    os.replace(partial, ours / "config.yaml")
+    write_text(ours / "config.yaml", "".join(f"{key}: {path}\n" for key, path in paths.items()))
     before = os.environ.get("LIBERO_CONFIG_PATH")
     os.environ["LIBERO_CONFIG_PATH"] = str(ours)
     try:

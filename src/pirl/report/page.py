@@ -2,12 +2,12 @@
 
 import base64
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pirl.errors import ConfigError
+from pirl.files import write_text
 from pirl.report import films, tables
 from pirl.report.curves import COLOURS
 from pirl.report.evaluations import Evaluation
@@ -56,13 +56,7 @@ def write_page(file: Path, page: str) -> Path:
     try:
         if file.exists() and not is_report(file):
             raise ConfigError(f"{file} exists and is not a report of pirl", hint="name another file with --out")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(page, encoding="utf-8")
-            os.replace(partial, file)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(file, page)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error}", hint="name another file with --out") from error
     return file

@@ -5,15 +5,14 @@ the run, and refused if damaged.
 """
 
 import hashlib
-import os
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pirl.errors import CheckpointError
+from pirl.files import LEFTOVERS, read_arrays, write_arrays
 from pirl.records import Array, Context, Episode, Rollout
 
 _EPISODE = ("state", "actions", "rewards", "terminated", "truncated", "intended")
@@ -21,13 +20,12 @@ _EPISODE = ("state", "actions", "rewards", "terminated", "truncated", "intended"
 
 def save_rollouts(directory: Path, rollouts: Iterable[Rollout]) -> list[str]:
     """Write missing episodes; return the names for `load_rollouts`."""
-    directory.mkdir(parents=True, exist_ok=True)
     names = []
     for rollout in rollouts:
         arrays = _arrays(rollout)
         name = f"{rollout.number:08d}-{_digest(arrays)}.npz"
         if not (directory / name).exists():
-            _write(directory / name, arrays)
+            write_arrays(directory / name, arrays)
         names.append(name)
     return names
 
@@ -40,7 +38,7 @@ def load_rollouts(directory: Path, names: Iterable[str]) -> list[Rollout]:
 def delete_rollouts(directory: Path, keep: Iterable[str] = ()) -> None:
     """Remove all episodes but those named."""
     kept = set(keep)
-    for path in (*directory.glob("*.npz"), *directory.glob(".*.tmp")):  # the latter of a process that was killed
+    for path in (*directory.glob("*.npz"), *directory.glob(LEFTOVERS)):  # the latter of a process that was killed
         if path.name not in kept:
             path.unlink(missing_ok=True)
 
@@ -69,22 +67,9 @@ def _digest(arrays: Mapping[str, Array]) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, arrays: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _read(path: Path) -> Rollout:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = read_arrays(path)
         if _digest(arrays) != path.stem.split("-")[-1]:
             raise ValueError("its content is not what its name says")
         outcome = int(arrays["success"])

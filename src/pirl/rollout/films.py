@@ -5,7 +5,6 @@ episode's actions from its context. If the replay ends differently (or there is 
 policy saw.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from PIL import Image, ImageDraw
 
 from pirl.data.encode import EpisodeVideo, VideoEncoding, choose_encoding
 from pirl.envs.env import RobotEnv
+from pirl.files import replacing
 from pirl.records import Array, Rollout
 
 LEAST_SIZE = 160
@@ -134,9 +134,7 @@ def write_video(film: Film, folder: Path) -> Path:
     """Write an mp4 that browsers play; its last frame stays for a second."""
     frames = enlarge(film.frames)
     file = folder / f"{film.name}.mp4"
-    partial = folder / f".{film.name}.{os.getpid()}.mp4"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with replacing(file) as partial:
         size = {"height": frames.shape[1], "width": frames.shape[2]}
         video = EpisodeVideo(partial, fps=film.fps, encoding=choose_encoding(_H264), **size)
         try:
@@ -144,9 +142,6 @@ def write_video(film: Film, folder: Path) -> Path:
                 video.write(frame)
         finally:
             video.close()
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
     return file
 
 
@@ -170,13 +165,8 @@ def filmstrip(films: Sequence[Film], *, columns: int = 8) -> Image.Image:
 
 def write_filmstrip(films: Sequence[Film], file: Path) -> Path:
     """`filmstrip` as a PNG."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with replacing(file) as partial:
         filmstrip(films).save(partial, "PNG")
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
     return file
 
 

@@ -10,7 +10,6 @@ import importlib
 import io
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -23,6 +22,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from pirl.errors import MissingExtraError, PirlWarning
+from pirl.files import write_text
 
 SinkName = Literal["console", "wandb", "trackio", "tensorboard"]
 """Sinks that are chosen; the two files are always written."""
@@ -157,7 +157,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
         text = path.read_text(encoding="utf-8")
         kept = "".join(line for line in text.splitlines(keepends=True) if _written_by(line, step))
         if kept != text:
-            _replace(path, kept)
+            write_text(path, kept)
 
 
 def _written_by(line: str, step: int) -> bool:
@@ -180,7 +180,7 @@ class CsvSink:
         row |= {name: repr(value) for name, value in record.values.items()}
         if new := [name for name in row if name not in self._columns]:
             columns, rows = [*self._columns, *new], _read_csv(self._path)[1]
-            _replace(self._path, _csv_text(columns, rows, header=True))
+            write_text(self._path, _csv_text(columns, rows, header=True))
             self._columns = columns
         with self._path.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text(self._columns, [row], header=False))
@@ -195,7 +195,7 @@ def truncate_csv(path: Path, step: int) -> None:
         columns, rows = _read_csv(path)
         rows = [row for row in rows if int(row["step"]) <= step]
         columns = [name for name in columns if any(row.get(name) for row in rows)]
-        _replace(path, _csv_text(columns, rows, header=bool(columns)))
+        write_text(path, _csv_text(columns, rows, header=bool(columns)))
 
 
 def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -214,12 +214,6 @@ def _csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, str]], *, head
         writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", newline="")
-    os.replace(partial, path)
 
 
 class TrackerSink:

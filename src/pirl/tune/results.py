@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pirl.checkpoints.run_directory import io_errors, json_text, write_text
+from pirl.checkpoints.run_directory import io_errors
 from pirl.config_io import write_yaml
+from pirl.files import json_text, write_text
 from pirl.tune.study import Result, Study
 
 RESULTS_FILE, TABLE_FILE, BEST_FILE = "results.json", "results.csv", "best.yaml"

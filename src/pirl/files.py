@@ -1,0 +1,59 @@
+"""Files that exist whole or not at all: written beside their place, synced, then renamed into it."""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LEFTOVERS = ".*.tmp*"
+"""Matches the partial files of processes that were killed."""
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A partial file with the same suffix; it replaces `file` when the block ends, or is deleted after an error.
+
+    Makes the folder. Safe against a crash or power cut, and against several writers at once: the last one wins.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp{file.suffix}")
+    try:
+        yield partial
+        with partial.open("rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_bytes(file: Path, content: bytes) -> None:
+    """Write or replace a file atomically."""
+    with replacing(file) as partial:
+        partial.write_bytes(content)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write or replace a UTF-8 file atomically; line ends stay as they are."""
+    write_bytes(file, text.encode())
+
+
+def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write or replace an uncompressed `.npz` atomically."""
+    with replacing(file) as partial, partial.open("wb") as opened:
+        np.savez(opened, **arrays)  # type: ignore[arg-type]
+
+
+def read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """Every array of an `.npz`; nothing is unpickled."""
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def json_text(content: Any) -> str:
+    """Indented JSON; NaN and infinities raise a ValueError."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
