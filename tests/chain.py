@@ -1,0 +1,238 @@
+"""A chain whose best values are known: the real loader, update and act on it, and how far they are from the truth.
+
+Positions 0 … 7 in a row; behind the last one is the goal (reward 1, the end). A positive action goes ahead. A negative
+one rests, but at the odd positions, which are cliffs, it falls: a failure, which ends the task. Where the chain is
+slippery, a step ahead stays where it is one time in four. The data act at random (N(½, 1)) and stop after 24 steps at
+the latest; that is a time-out, and says so in its column. Chunks have two actions, so each has one of four signs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pirl.agents.acrlpd import ACRLPD
+from pirl.agents.agent import TrainState
+from pirl.agents.config import ACRLPDConfig
+from pirl.agents.learner import Learner
+from pirl.data.config import DataConfig, Failure
+from pirl.data.loader import ACRLPDDataLoader
+from pirl.data.outcomes import OutcomeRule, derive
+from pirl.data.replay import MemorySource
+from pirl.models.config import MLPFlowConfig
+from pirl.models.critic import CriticInputs, make_critic
+from pirl.models.critic_config import CriticConfig, LossKind
+from pirl.models.mlp import MLPFlow
+from pirl.models.observation import Observation
+from pirl.names import NEXT_TRUNCATED
+from pirl.records import Episode
+
+LENGTH, HORIZON, LIMIT, SLIP, DISCOUNT = 8, 2, 24, 0.25, 0.98
+SIGNS = np.array(list(product((1.0, -1.0), repeat=HORIZON)))
+STATES = np.eye(LENGTH, dtype=np.float32)
+POLICY = MLPFlow(MLPFlowConfig(state_dim=LENGTH, action_dim=1, horizon=HORIZON, hidden=(32, 32)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One set of data."""
+
+    discount: float = DISCOUNT
+    """Per step."""
+    slip: float = 0.0
+    """How often a step ahead stays where it is."""
+    failure: Failure = "terminal"
+    """What a labelled failure means."""
+    shuffled: bool = False
+    """Does every episode end as another did?"""
+    episodes: int = 400
+    seed: int = 0
+
+
+class Identity:
+    """States and actions are normalised as they are."""
+
+    def low_dim(self, state, actions, prompts):
+        return {"state": state} if actions is None else {"state": state, "actions": actions}
+
+
+def recorded(case: Case) -> MemorySource:
+    """Episodes with their outcomes as `data.outcomes` derives them from labels."""
+    rng = np.random.default_rng(case.seed)
+    walks = [walk(rng, case.slip) for _ in range(case.episodes)]
+    ends = [(success, cut) for _, _, success, cut in walks]
+    if case.shuffled:
+        ends = [ends[i] for i in rng.permutation(len(ends))]
+    rule = OutcomeRule(rule="sparse_success", success_file="labels", failure=case.failure)
+    episodes = []
+    for (positions, actions, *_), (success, cut) in zip(walks, ends, strict=True):
+        length = len(actions)
+        truncated = (np.arange(length) == length - 1) & cut
+        outcome = derive({NEXT_TRUNCATED: truncated}, rule, length=length, label=success)
+        episodes.append(
+            Episode(
+                task="",
+                state=STATES[positions],
+                actions=np.float32(actions)[:, None],
+                rewards=outcome.rewards,
+                terminated=outcome.terminated,
+                truncated=outcome.truncated,
+                success=outcome.success,
+            )
+        )
+    return MemorySource(cameras=(), items=[(episode, {}) for episode in episodes])
+
+
+def walk(rng: np.random.Generator, slip: float) -> tuple[list[int], list[float], bool, bool]:
+    """(positions, actions, success, cut off) of one episode."""
+    position, positions, actions = int(rng.integers(LENGTH)), [], []
+    while len(actions) < LIMIT:
+        positions.append(position)
+        actions.append(rng.normal(0.5, 1.0))
+        if actions[-1] > 0:
+            position += rng.random() >= slip
+        elif position % 2:
+            return positions, actions, False, False
+        if position == LENGTH:
+            return positions, actions, True, False
+    return positions, actions, False, True
+
+
+def best_values(case: Case) -> np.ndarray:
+    """Q*(position, signs) of a policy that looks after every chunk, by dynamic programming: [LENGTH, 4]."""
+    q = np.zeros((LENGTH, len(SIGNS)))
+    for _ in range(2000):
+        v = q.max(1)
+        q = np.array([[ahead(s, signs, v, case.slip, case.discount) for signs in SIGNS] for s in range(LENGTH)])
+        if np.abs(q.max(1) - v).max() < 1e-9:
+            break
+    return q
+
+
+def ahead(position: int, signs: np.ndarray, v: np.ndarray, slip: float, discount: float) -> float:
+    """The expected return of what is left of a chunk."""
+    if position == LENGTH:
+        return 1 / discount  # paid by the step that came here
+    if not len(signs):
+        return v[position]
+    if signs[0] < 0:
+        return 0.0 if position % 2 else discount * ahead(position, signs[1:], v, slip, discount)
+    moved, stayed = (ahead(s, signs[1:], v, slip, discount) for s in (position + 1, position))
+    return discount * ((1 - slip) * moved + slip * stayed)
+
+
+def batches(cases: list[Case], *, steps: int = 240, size: int = 64) -> dict:
+    """[case, step, ...]: every batch of a run, drawn by the real loader."""
+
+    def drawn(case: Case) -> dict:
+        loading = {"config": DataConfig(seed=case.seed, prefetch=0), "batch_size": size, "horizon": HORIZON}
+        with ACRLPDDataLoader(recorded(case), Identity(), discount=case.discount, **loading) as loader:
+            found = jax.tree.map(lambda *x: np.stack(x), *(loader.sample_batch() for _ in range(steps)))
+        # The agent knows one discount, and discounts by its power: in its units an episode has another length.
+        found["length"] = np.float32(found["length"] * np.log(case.discount) / np.log(DISCOUNT))
+        return found
+
+    return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *map(drawn, cases))
+
+
+def make_agent(*, loss: LossKind = "hl_gauss", **changes) -> ACRLPD:
+    """Small networks; the settings are those of the flagship recipes where size does not matter."""
+    settings = {"actor": "best_of_n", "num_action_samples": 6, "flow_steps": 2, "target_update_rate": 0.05}
+    critic = make_critic(
+        CriticConfig(num_critics=2, hidden=(64, 64), bins=51, loss=loss, action_clip=4.0),
+        feature_width=None,
+        state_dim=LENGTH,
+        real_action_dim=1,
+        critic_horizon=HORIZON,
+    )
+    learner = Learner(tx=optax.adam(3e-3), ema_decay=0.96)
+    return ACRLPD(
+        policy=POLICY,
+        critic=critic,
+        config=ACRLPDConfig(discount=DISCOUNT, **(settings | changes)),
+        policy_learner=learner,
+        critic_learner=learner,
+    )
+
+
+def training(agent: ACRLPD, begin=lambda agent, key: agent.init(key)):
+    """All cases at once, all steps in one program: (data, key) -> (states, metrics [case, step])."""
+
+    def run(data, key):
+        steps = jax.random.split(key, len(data["length"]))
+        return jax.lax.scan(lambda state, inputs: agent.update(state, *inputs), begin(agent, key), (data, steps))
+
+    return jax.jit(jax.vmap(run, (0, None)), compiler_options={"xla_backend_optimization_level": 1})
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a critic believes of every chunk, and what acting on it picks."""
+
+    q: np.ndarray
+    """[LENGTH, 4]: mean over chunks of these signs."""
+    picks: np.ndarray
+    """[LENGTH, 4]: how often the best of 8 has these signs."""
+    samples: np.ndarray
+    """[LENGTH, 4]: how often a plain sample has them."""
+
+    def error(self, truth: np.ndarray, where: np.ndarray | None = None) -> float:
+        """Root mean square distance to the truth, of some chunks."""
+        return float(np.sqrt(np.square(self.q - truth)[... if where is None else where].mean()))
+
+    def rank(self, truth: np.ndarray) -> float:
+        """Spearman's correlation with the truth over all positions and signs."""
+        x, y = (ranks(z.ravel()) for z in (self.q, truth))
+        return float(np.corrcoef(x, y)[0, 1])
+
+    def optimal(self, truth: np.ndarray, how: np.ndarray, slack: float = 0.02) -> float:
+        """Probability of a chunk that is worth as much as the best, up to some slack; mean over positions."""
+        good = truth >= truth.max(1, keepdims=True) - slack
+        return float((how * good).sum(1).mean())
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    """1 for the smallest; equal numbers (to nine digits) share the mean of theirs."""
+    x = np.round(x, 9)
+    return (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) + 1) / 2
+
+
+def looking(agent: ACRLPD, *, draws: int = 64) -> Callable[[TrainState], Found]:
+    """Asks the critic of a state, and `act`, at every position."""
+    rng = np.random.default_rng(5)
+    sizes = np.abs(rng.normal(0.5, 1.0, (1, 1, 32, HORIZON))) + 0.1
+    chunks = np.float32(sizes * SIGNS[None, :, None]).reshape(1, -1, HORIZON, 1).repeat(LENGTH, 0)
+
+    @jax.jit
+    def asked(state: TrainState):
+        critic = state.ema.get("critic", state.params["critic"])
+        embedding = agent.critic.embed(critic, CriticInputs(state=jnp.asarray(STATES)))
+        values = agent.values(critic, embedding, jnp.asarray(chunks)).mean(0)
+        repeated = jnp.repeat(jnp.asarray(STATES), draws, 0)
+        keys = jax.random.split(jax.random.key(11), len(repeated))
+        seen = Observation(images={}, image_masks={}, state=repeated)
+        return values, *(agent.act(state, seen, keys, candidates=n) for n in (8, 1))
+
+    def shares(chosen) -> np.ndarray:
+        which = (np.asarray(chosen)[..., 0] < 0) @ (2 ** np.arange(HORIZON)[::-1])
+        return np.stack([np.bincount(row, minlength=len(SIGNS)) / draws for row in which.reshape(LENGTH, draws)])
+
+    def look(state: TrainState) -> Found:
+        values, best, plain = asked(state)
+        return Found(np.asarray(values).reshape(LENGTH, len(SIGNS), -1).mean(-1), shares(best), shares(plain))
+
+    return look
+
+
+def of_case(states, number: int):
+    """The state of one of the runs that trained side by side."""
+    return jax.tree.map(lambda x: x[number], states)
+
+
+def fatal() -> np.ndarray:
+    """[LENGTH, 4]: chunks whose first action falls."""
+    return np.outer(np.arange(LENGTH) % 2 == 1, SIGNS[:, 0] < 0)
