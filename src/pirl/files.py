@@ -27,8 +27,21 @@ def replacing(file: Path) -> Iterator[Path]:
         with partial.open("rb+") as written:
             os.fsync(written.fileno())
         os.replace(partial, file)
+        sync(file.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Put a file, or the names in a folder, on disk: nothing of it is lost in a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(handle)
 
 
 def write_bytes(file: Path, content: bytes) -> None:

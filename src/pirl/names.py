@@ -1,5 +1,7 @@
 """Names that appear in files and batches: OpenPI's, LeRobot's and the mission's, each written down once."""
 
+import re
+
 # OpenPI's camera slots, in the order the model reads them.
 BASE_CAMERA = "base_0_rgb"
 LEFT_WRIST_CAMERA = "left_wrist_0_rgb"
@@ -31,3 +33,6 @@ TRAIN_STATE_ITEM = "train_state"
 ASSETS_ITEM = "assets"
 NORM_STATS_FILE = "norm_stats.json"
 SAFETENSORS_FILE = "model.safetensors"
+
+# A collected episode beside a checkpoint: its number, a hash of its content. Also what a killed process leaves of one.
+EPISODE_FILE = re.compile(r"\d{8,}-[0-9a-f]{16}\.npz|\.\d{8,}-[0-9a-f]{16}\.npz\.[0-9a-f]+\.tmp(\.npz)?")

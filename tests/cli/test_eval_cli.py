@@ -126,7 +126,7 @@ def test_results_of_another_evaluation_are_not_replaced(folder: Path, capsys: py
     assert (copy / "evaluations/20-test/eval.json").read_text() == kept
     assert result_of(capsys, *words, "--seed", "3", "--overwrite")["evaluation"]["seed"] == 3
     (copy / "evaluations/20-test/eval.json").write_text("what?")
-    assert "another evaluation" in refused(capsys, 1, *words)
+    assert "holds no results of pirl" in refused(capsys, 1, *words)
 
 
 def test_two_checkpoints_are_compared_on_the_same_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,6 +184,12 @@ def test_export_replaces_only_when_told_and_never_its_source(
     assert "out exists already" in complaint
     assert "--overwrite" in complaint
     assert (out / "notes").read_text() == "mine"
+    complaint = pirl(capsys, "export", "openpi", PI0.step_dir, "--out", out, "--overwrite", code=1)
+    assert "not an export of pirl" in complaint
+    assert (out / "notes").read_text() == "mine"
+    (out / "notes").unlink()
+    out.rmdir()
+    pirl(capsys, "export", "openpi", PI0.step_dir, "--out", out)
     pirl(capsys, "export", "openpi", PI0.step_dir, "--out", out, "--overwrite", "--dtype", "bfloat16")
     assert not (out / "notes").exists()
     kernel = np.asarray(load_openpi(out)["action_in_proj"]["kernel"])

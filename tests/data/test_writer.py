@@ -226,6 +226,14 @@ def test_overwrites_only_when_asked_and_only_datasets(tmp_path: Path) -> None:
     record(tmp_path / "set", [3], existing="overwrite")
     check(tmp_path / "set", [3])
     assert (tmp_path / "set/README.md").read_text() == "mine"
+    (tmp_path / "set/data/thesis.tex").write_text("mine")
+    with pytest.raises(DataError, match=r"holds data/thesis\.tex and is not overwritten"):
+        record(tmp_path / "set", [3], existing="overwrite")
+    (tmp_path / "set/data/thesis.tex").unlink()
+    (tmp_path / "set/meta/pirl.json").unlink()  # as in what LeRobot recorded
+    with pytest.raises(DataError, match="was not created by pirl and is not overwritten"):
+        record(tmp_path / "set", [3], existing="overwrite")
+    check(tmp_path / "set", [3])
     (tmp_path / "thesis/data").mkdir(parents=True)
     with pytest.raises(DataError, match="not a LeRobot dataset"):
         LeRobotWriter(tmp_path / "thesis", fps=30, features=FEATURES, existing="overwrite")

@@ -71,7 +71,7 @@ def test_files_are_written_once_and_other_histories_beside_them(tmp_path: Path) 
     assert again[1] != names[1]
     assert now.items() > before.items()
     assert len(now) == 4
-    (tmp_path / ".00000009-ab.npz.123.tmp").write_bytes(b"half")
+    (tmp_path / ".00000009-0123456789abcdef.npz.123.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     delete_rollouts(tmp_path, keep=names)
     assert {path.name for path in tmp_path.iterdir()} == {*names, "notes.txt"}

@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all, and the norm statistics that travel with every checkpoint."""
 
+import glob
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from pirl.checkpoints.ownership import is_export, is_unfinished_export
 from pirl.errors import CheckpointError
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
 
@@ -24,32 +26,46 @@ NormStats = str | os.PathLike[str] | Mapping[str, Any]
 def fresh_directory(target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
     """A sibling to write into that becomes `target` when the block ends well.
 
-    What was at `target` is moved aside first and deleted only once the new folder is in its place. With several
-    processes all enter the block and the first one does the moving.
+    What was at `target` is moved aside first and deleted only once the new folder is in its place; only an earlier
+    export is replaced. With several processes all enter the block and the first one does the moving.
     """
     final = Path(target).expanduser().absolute()
-    if final.exists() and not overwrite:
-        raise CheckpointError(f"{final} exists already", hint="choose another folder, or allow overwriting")
+    check_replaceable(final, overwrite=overwrite)
     temporary, aside = final.with_name(f".{final.name}.writing"), final.with_name(f".{final.name}.replaced")
     first = jax.process_index() == 0
     if first:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
+        _remove_leftovers(temporary)
     _together("writing")
     try:
         yield temporary
     except BaseException:
         if first:
-            _remove(temporary)
+            _remove_leftovers(temporary)
         raise
     _together("written")
     if first:
+        _remove_leftovers(aside)
         if final.exists():
-            _remove(aside)
             os.rename(final, aside)
         os.rename(temporary, final)
-        _remove(aside)
+        _remove_leftovers(aside)
     _together("renamed")
+
+
+def check_replaceable(final: Path, *, overwrite: bool) -> None:
+    """Is the place free, or an earlier export that may be replaced?"""
+    if not final.exists() and not final.is_symlink():
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{final} exists already", hint="choose another folder, or pass --overwrite to replace it"
+        )
+    if not is_export(final):
+        raise CheckpointError(
+            f"{final} is not an export of pirl, or holds other files too, and is not replaced",
+            hint="choose another folder, or move this one away",
+        )
 
 
 def write_norm_stats(folder: Path, norm_stats: Mapping[str, NormStats]) -> None:
@@ -99,11 +115,14 @@ def _check_norm_stats(text: str, name: str) -> dict[str, Any]:
     return dict(stats)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _remove_leftovers(path: Path) -> None:
+    """Remove what was written under this name, and Orbax's own temporary folder for it."""
+    unfinished = path.parent.glob(f"{glob.escape(path.name)}.orbax-checkpoint-tmp*")
+    for folder in (path, *unfinished):
+        if is_unfinished_export(folder):
+            shutil.rmtree(folder)
+        elif folder.exists():
+            raise CheckpointError(f"{folder} is in the way, and pirl did not write it", hint="move it elsewhere")
 
 
 def _together(point: str) -> None:

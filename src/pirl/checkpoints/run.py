@@ -28,6 +28,7 @@ from filelock import FileLock
 from pirl import __version__
 from pirl.agents.agent import TrainState
 from pirl.checkpoints.ocdbt import check_files, read_json
+from pirl.checkpoints.ownership import foreign_in_step
 from pirl.checkpoints.restore import check_types, restore_tree
 from pirl.checkpoints.run_directory import (
     METADATA_FILE,
@@ -49,8 +50,8 @@ from pirl.training.config import CheckpointConfig
 __all__ = ["Checkpoints", "check_compatible", "prepare_directory", "steps_to_keep"]
 
 EXTRA_ITEM, EXTRA_FILE = "extra", "extra.json"
-_UNFINISHED = "*.orbax-checkpoint-tmp*"
-_DELETED = ".*.deleted"
+_UNFINISHED = "[0-9]*.orbax-checkpoint-tmp*"
+_DELETED = ".[0-9]*.deleted"
 
 
 class Checkpoints:
@@ -268,6 +269,8 @@ class Checkpoints:
             found = {step: self.metadata(step).get("metrics", {}).get(best.metric) for step in steps}
             scores = {step: score for step, score in found.items() if score is not None}
         for step in set(steps) - steps_to_keep(steps, scores, self.config):
+            if foreign_in_step(self.directory / str(step)):
+                continue  # somebody keeps files of their own there
             with io_errors(f"step {step} of {self.directory} cannot be deleted"):
                 os.rename(self.directory / str(step), self.directory / f".{step}.deleted")
         self._sweep(_DELETED)

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from pirl import __version__
+from pirl.checkpoints.ownership import check_only_ours, foreign_in_run
 from pirl.errors import CheckpointError, PirlError
 from pirl.files import json_text, write_text
 from pirl.names import PARAMS_ITEM
@@ -28,7 +29,8 @@ def prepare_directory(
 ) -> bool:
     """Make the folder of a run ready; True if there is a checkpoint to go on from.
 
-    A run that exists is gone on with, or deleted, only if told so. Anything else that is there is never deleted.
+    A run that exists is gone on with, or deleted, only if told so. A folder that holds anything that pirl did not write
+    is never deleted.
     """
     ResumeMode(resume=resume, overwrite=overwrite, fresh_if_missing=fresh_if_missing)
     directory = Path(directory).expanduser().absolute().resolve()
@@ -55,6 +57,8 @@ def prepare_directory(
             f"{directory} does not look like a run (it holds {', '.join(content[:6])}) and is not deleted",
             hint=f"a run has step folders or {METADATA_FILE}; choose another folder, or empty this one yourself",
         )
+    if overwrite:
+        check_only_ours(directory, foreign_in_run(directory))
     if is_main():
         with io_errors(f"{directory} cannot be written to"):
             if content and overwrite:
@@ -103,6 +107,8 @@ def io_errors(problem: str) -> Iterator[None]:
 def _delete(directory: Path) -> None:
     with lock_run(directory):
         aside = directory.with_name(f".{directory.name}.deleted")
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists():  # a process was killed while it deleted
+            check_only_ours(aside, foreign_in_run(aside))
+            shutil.rmtree(aside)
         os.rename(directory, aside)
         shutil.rmtree(aside)

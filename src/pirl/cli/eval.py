@@ -1,6 +1,7 @@
 """`pirl eval`: the success rate of a checkpoint on fixed initial states."""
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -151,12 +152,14 @@ def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
 
 
 def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Before an hour of simulation: is the place free, or that of this very evaluation?"""
+    """Before an hour of simulation: is the place free, or that of this very evaluation? Files of others stay."""
     import json
 
     from pirl.errors import EnvError
 
-    if overwrite or not file.exists():
+    if not file.exists():
+        if films := [path for name in asked for path in _films(file.parent / name)]:
+            raise EnvError(f"{films[0]} exists, and no {FILE} says what it shows", hint="choose another --out")
         return
     try:
         there = json.loads(file.read_text(encoding="utf-8"))
@@ -164,8 +167,10 @@ def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> N
         if "compared_with" in there:
             found["compared_with"] = there["compared_with"]["evaluation"]
     except (OSError, ValueError, KeyError, TypeError):
-        found = {}
-    if found != json.loads(json.dumps(asked)):
+        raise EnvError(
+            f"{file} holds no results of pirl and is not replaced", hint="choose another --out, or move it away"
+        ) from None
+    if not overwrite and found != json.loads(json.dumps(asked)):
         raise EnvError(
             f"{file} holds the results of another evaluation", hint="choose another --out, or replace it: --overwrite"
         )
@@ -202,7 +207,7 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
     from pirl.rollout.films import film, write_filmstrip, write_video
 
     out.mkdir(exist_ok=True)
-    for old in (*out.glob("success-*.mp4"), *out.glob("failure-*.mp4")):
+    for old in _films(out):
         old.unlink()
     try:
         env = make_env(env_config)
@@ -217,6 +222,12 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
     for one in films:
         write_video(one, out)
     write_filmstrip(films, out / STRIP)
+
+
+def _films(out: Path) -> list[Path]:
+    """The films of an evaluation and their strip."""
+    films = [path for path in sorted(out.glob("*.mp4")) if re.fullmatch(r"(success|failure)-\d{4,}\.mp4", path.name)]
+    return films + [path for path in (out / STRIP,) if path.exists()]
 
 
 def _comparison(first: Any, second: Any) -> dict[str, Any]:

@@ -59,11 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         form.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, file, gs:// or hf:// address")
         form.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
         form.add_argument("--model", metavar="NAME", help="model preset, if the files do not tell")
-        form.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+        form.add_argument("--overwrite", action="store_true", help="replace an earlier export")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the weights and write them in the other form."""
+    from pirl.checkpoints.export_folder import check_replaceable
     from pirl.checkpoints.fetch import fetch
     from pirl.checkpoints.inspect import describe
     from pirl.checkpoints.openpi import save_openpi
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     config = get_preset(args.model) if args.model else None
     path = fetch(args.checkpoint)
     found = describe(path)
-    _check_target(args.out, found.path, overwrite=args.overwrite)
+    _check_target(args.out, found.path)
+    check_replaceable(args.out.expanduser().absolute(), overwrite=args.overwrite)
     norm_stats = {asset: found.path / ASSETS_ITEM / asset / NORM_STATS_FILE for asset in found.norm_stats}
     if not norm_stats:
         _warn(f"{found.path} has no normalisation statistics, and OpenPI serves nothing without")
@@ -141,10 +143,8 @@ def _warn(message: str) -> None:
     warnings.warn(message, PirlWarning, stacklevel=3)
 
 
-def _check_target(out: Path, source: Path, *, overwrite: bool) -> None:
-    """Before gigabytes are read: the target is free, and is not what is being read."""
+def _check_target(out: Path, source: Path) -> None:
+    """Before gigabytes are read: the target is not what is being read."""
     out, source = out.expanduser().resolve(), source.resolve()
     if source.is_relative_to(out):
         raise CheckpointError(f"{out} is or contains the checkpoint that is exported", hint="write to another folder")
-    if out.exists() and not overwrite:
-        raise CheckpointError(f"{out} exists already", hint="choose another --out, or pass --overwrite to replace it")

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pirl import __version__
 from pirl.data.columns import V21, V30
 from pirl.data.encode import append_video, can_append, video_info
 from pirl.data.episode_stats import Stats, merge_stats
@@ -30,6 +31,8 @@ from pirl.data.lerobot import INFO_FILE
 from pirl.errors import DataError
 
 STAGE = ".writing"
+CREATED_FILE = "meta/pirl.json"
+"""Says that pirl created a dataset, and so may replace it if told to."""
 TASKS = {V21: "meta/tasks.jsonl", V30: "meta/tasks.parquet"}
 DATA_PATH = {
     V21: "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
@@ -124,6 +127,8 @@ def stage_episodes(root: Path, meta: Metadata, episodes: Sequence[FinishedEpisod
     after = Metadata(info=info, tasks=tasks, stats=meta.stats, episodes=meta.episodes)
     stage = _stage_v21 if info["codebase_version"] == V21 else _stage_v30
     after = stage(root, staged, after, episodes)
+    if not meta.info["total_episodes"]:
+        write_json(staged / CREATED_FILE, {"created_by": f"pirl {__version__}"})
     write_json(staged / INFO_FILE, after.info)
     return after
 

@@ -21,6 +21,7 @@ from pirl.data.config import Imitated
 from pirl.data.pool import Frames, Resident, low_dim_digest, make_resident
 from pirl.errors import CheckpointError, ConfigError, DataError
 from pirl.files import read_arrays, write_arrays
+from pirl.names import EPISODE_FILE
 from pirl.records import Array, Episode
 
 
@@ -173,11 +174,12 @@ class ReplayBuffer:
 
 
 def prune(directory: Path, keep: Iterable[Mapping[str, Any]]) -> list[Path]:
-    """Delete the episode files which none of these saved states names; returns what was deleted."""
+    """Delete the episode files which none of these saved states names, and those of killed processes; returns which."""
     named = {name for state in keep for name in state["episodes"]}
-    unused = [path for path in sorted(directory.glob("*.npz")) if path.name not in named]
+    episodes = [path for path in sorted(directory.glob("*")) if EPISODE_FILE.fullmatch(path.name)]
+    unused = [path for path in episodes if path.name not in named]
     for path in unused:
-        path.unlink()
+        path.unlink(missing_ok=True)
     return unused
 
 

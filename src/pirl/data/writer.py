@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from pirl.data.columns import STANDARD_FEATURES, V21, V30, Column, check_frame, make_table, parse_features
 from pirl.data.encode import EpisodeVideo, VideoEncoding, choose_encoding, encode_png
 from pirl.data.episode_files import (
+    CREATED_FILE,
     DATA_PATH,
     STAGE,
     VIDEO_PATH,
@@ -38,6 +39,8 @@ from pirl.data.episode_files import (
 from pirl.data.episode_stats import Stats, column_stats, image_histogram, image_stats
 from pirl.data.lerobot import INFO_FILE
 from pirl.errors import DataError, listing
+
+_DATASET_FILES = (".json", ".jsonl", ".parquet", ".mp4", ".png")
 
 
 class LeRobotWriter:
@@ -327,6 +330,7 @@ def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:
     if found and existing == "refuse":
         raise DataError(f"{root} already holds a dataset", hint="choose another folder, or append or overwrite it")
     if found and existing == "overwrite":
+        _check_ours(root, found)
         for name in found:  # meta first: from then on it is no dataset any more
             shutil.rmtree(root / name)
     if not found or existing == "overwrite":
@@ -338,6 +342,17 @@ def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:
             hint="write to another folder, or pass what the dataset has",
         )
     return meta
+
+
+def _check_ours(root: Path, folders: list[str]) -> None:
+    """Only a dataset that pirl created, and that nothing else was put into, is removed."""
+    files = [path for name in folders for path in sorted((root / name).rglob("*")) if path.is_file()]
+    other = [str(path.relative_to(root)) for path in files if path.suffix not in _DATASET_FILES]
+    if other or not (root / CREATED_FILE).is_file():
+        raise DataError(
+            f"{root} {f'holds {other[0]}' if other else 'was not created by pirl'} and is not overwritten",
+            hint="write to another folder, or remove this one yourself",
+        )
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

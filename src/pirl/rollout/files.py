@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from pirl.errors import CheckpointError
-from pirl.files import LEFTOVERS, read_arrays, write_arrays
+from pirl.files import read_arrays, write_arrays
+from pirl.names import EPISODE_FILE
 from pirl.records import Array, Context, Episode, Rollout
 
 _EPISODE = ("state", "actions", "rewards", "terminated", "truncated", "intended")
@@ -36,10 +37,10 @@ def load_rollouts(directory: Path, names: Iterable[str]) -> list[Rollout]:
 
 
 def delete_rollouts(directory: Path, keep: Iterable[str] = ()) -> None:
-    """Remove all episodes but those named."""
+    """Remove all episodes but those named, and what killed processes left of some."""
     kept = set(keep)
-    for path in (*directory.glob("*.npz"), *directory.glob(LEFTOVERS)):  # the latter of a process that was killed
-        if path.name not in kept:
+    for path in directory.glob("*"):
+        if EPISODE_FILE.fullmatch(path.name) and path.name not in kept:
             path.unlink(missing_ok=True)
 
 

@@ -8,19 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pirl.checkpoints.run_directory import io_errors
+from pirl.checkpoints.ownership import foreign_in_step
+from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps, io_errors
 from pirl.config_io import write_yaml
 from pirl.files import json_text, write_text
+from pirl.names import EPISODE_FILE
 from pirl.tune.study import Result, Study
 
 RESULTS_FILE, TABLE_FILE, BEST_FILE = "results.json", "results.csv", "best.yaml"
 
 
 def drop_checkpoints(run: Path) -> None:
-    """Delete a run's steps and collected episodes; keep metrics, images and configuration."""
-    if not run.is_dir():
+    """Delete a run's steps and collected episodes; keep metrics, images, configuration, and files of others."""
+    if not (run / METADATA_FILE).is_file():
         return
-    for folder in [child for child in run.iterdir() if child.name.isdecimal() or child.name in ("replay", "rollouts")]:
+    steps = [run / str(step) for step in complete_steps(run) if not foreign_in_step(run / str(step))]
+    episodes = [run / name for name in ("replay", "rollouts") if (run / name).is_dir()]
+    kept = [folder for folder in episodes if any(not EPISODE_FILE.fullmatch(file.name) for file in folder.iterdir())]
+    for folder in [one for one in (*steps, *episodes) if one not in kept]:
         aside = folder.with_name(f".{folder.name}.deleted")
         with io_errors(f"{folder} cannot be removed"):
             shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""What pirl writes, by name. Only this is ever removed: everything else is named in an error and stays."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from pirl.errors import CheckpointError, listing
+from pirl.names import ASSETS_ITEM, PARAMS_ITEM, SAFETENSORS_FILE, TRAIN_STATE_ITEM
+
+RUN_FILES = (
+    *("metadata.json", ".lock", "config.yaml", "metrics.jsonl", "metrics.csv", "first_batch.png"),
+    *("report.html", "eval.json", "filmstrip.png"),
+)
+RUN_FOLDERS = ("replay", "rollouts", "evaluations", "compared_with", "tensorboard", "wandb")
+STEP_NAMES = frozenset(
+    (PARAMS_ITEM, TRAIN_STATE_ITEM, ASSETS_ITEM, "extra", "_CHECKPOINT_METADATA", "commit_success.txt")
+)
+EXPORT_NAMES = frozenset((PARAMS_ITEM, ASSETS_ITEM, "_CHECKPOINT_METADATA", SAFETENSORS_FILE, "config.json"))
+
+_RUN = "|".join(map(re.escape, (*RUN_FILES, *RUN_FOLDERS)))
+_IN_RUN = re.compile(
+    rf"({_RUN})(\.partial)?|\.({_RUN})\.[0-9a-f]+(\.partial|\.tmp(\.\w+)?)?|(success|failure)-\d+\.mp4|\.(\d+|{_RUN})\.deleted"
+    r"|\d+\.orbax-checkpoint-tmp.*"
+)
+"""What a run's folder holds beside its steps, with what a process that was killed leaves there."""
+
+
+def foreign_in_run(directory: Path) -> list[str]:
+    """What lies in a run's folder and is not of a run."""
+    found = []
+    for child in sorted(directory.iterdir()) if directory.is_dir() else []:
+        if child.name.isdecimal() and child.is_dir():
+            found += [f"{child.name}/{name}" for name in foreign_in_step(child)]
+        elif not _IN_RUN.fullmatch(child.name):
+            found.append(child.name)
+    return found
+
+
+def foreign_in_step(folder: Path) -> list[str]:
+    """What lies in a step's folder and is not of a checkpoint."""
+    return sorted(child.name for child in folder.iterdir() if child.name not in STEP_NAMES)
+
+
+def check_only_ours(directory: Path, foreign: Iterable[str], *, doing: str = "deleted") -> None:
+    """Refuse to remove a folder that holds anything else."""
+    if names := list(foreign):
+        raise CheckpointError(
+            f"{directory} holds what pirl did not write and is not {doing}:\n{listing(names)}",
+            hint="move that elsewhere, or choose another name",
+        )
+
+
+def is_export(folder: Path) -> bool:
+    """Did `pirl export` write this folder, and nobody add to it?"""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return {child.name for child in folder.iterdir()} <= EXPORT_NAMES and _writer(folder).startswith("pirl ")
+
+
+def is_unfinished_export(folder: Path) -> bool:
+    """Can this be what an interrupted export or replacement left behind?"""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {child.name.split(".orbax-checkpoint-tmp")[0] for child in folder.iterdir()}
+    return names <= EXPORT_NAMES | {"commit_success.txt"}
+
+
+def _writer(folder: Path) -> str:
+    """Who wrote an export, as its own files say."""
+    try:
+        if (file := folder / SAFETENSORS_FILE).is_file():
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                return str(json.loads(opened.read(min(size, 2**26)))["__metadata__"]["written_by"])
+        return str(json.loads((folder / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]["written_by"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
