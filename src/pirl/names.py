@@ -27,6 +27,12 @@ NEXT_DONE = "next.done"
 NEXT_TRUNCATED = "next.truncated"
 INTERVENTION = "intervention"
 
+# pirl's own columns: the policy's chunk in force, which of its steps was due, who acted, what the operator noted.
+INTENDED = "intended"
+INTENDED_STEP = "intended_step"
+POLICY = "policy"
+NOTE = "note"
+
 # OpenPI's checkpoint layout: <step>/{params,train_state,assets/<asset_id>/norm_stats.json}.
 PARAMS_ITEM = "params"
 TRAIN_STATE_ITEM = "train_state"

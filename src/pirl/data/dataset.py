@@ -93,6 +93,7 @@ class LeRobotSource:
             terminated=outcome.terminated,
             truncated=outcome.truncated,
             success=outcome.success,
+            intended=_intended(self.columns, rows, self._actions.shape[1]),
             intervention=None if self._interventions is None else self._interventions[rows],
         )
 
@@ -314,6 +315,21 @@ def read_tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[st
             stacklevel=3,
         )
     return tuple(tasks)
+
+
+def _intended(columns: Mapping[str, np.ndarray], rows: slice, size: int) -> Float32[np.ndarray, "T H A"] | None:
+    """What a recorded policy meant to do from each row on: its chunk from the step that was due, then NaN.
+
+    None where the dataset has no such columns. Rows without a chunk (step -1) hold NaN alone.
+    """
+    chunks, due = columns.get(names.INTENDED), columns.get(names.INTENDED_STEP)
+    if chunks is None or due is None or chunks.ndim != 3 or chunks.shape[2] != size:
+        return None
+    chunks, due, horizon = chunks[rows].astype(np.float32), due[rows, None], chunks.shape[1]
+    steps = due + np.arange(horizon)
+    known = (due >= 0) & (steps < horizon)
+    rest = np.take_along_axis(chunks, np.clip(steps, 0, horizon - 1)[..., None], axis=1)
+    return np.where(known[..., None], rest, np.float32(np.nan))
 
 
 def read_interventions(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "N"] | None:

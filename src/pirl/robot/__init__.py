@@ -1,1 +1,1 @@
-"""At the robot: OpenPI's wire format, and what speaks it. NumPy and msgpack only, so it runs on a robot's computer."""
+"""At the robot: OpenPI's wire format, what speaks it, and what records. No jax, so it runs on a robot's computer."""

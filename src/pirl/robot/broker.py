@@ -1,0 +1,143 @@
+"""From chunks to single steps: what `openpi_client.ActionChunkBroker` does, and asking for the next chunk early.
+
+Synchronous (the default): after `execute` steps the robot waits for the next chunk. With `prefetch` it goes on: the
+next chunk is asked for while the current one is executed, early enough to be there in time. The request says how far
+the robot is (`robot.keys`), so that a server with real-time chunking plans a continuation of what is being executed.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.errors import ConfigError
+from pirl.robot.keys import DELAY, EXECUTED, STEP
+
+Array = np.ndarray
+_REMEMBERED = 10
+"""Delays of the last chunks; the largest is expected next, as in the paper on real-time chunking."""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """OpenPI's `BasePolicy`."""
+
+    def infer(self, obs: dict[str, Any]) -> dict[str, Any]:
+        """The reply to an observation."""
+
+    def reset(self) -> None:
+        """A new episode begins."""
+
+
+class ChunkBroker:
+    """A policy that returns one step at a time."""
+
+    def __init__(self, policy: Policy, execute: int, *, prefetch: bool = False, extras: bool = True) -> None:
+        """`execute`: steps of a chunk before the next one takes over. With `prefetch`, a chunk that is late is bridged
+        by the rest of the current one, and only when that ends the robot waits.
+
+        `extras`: tell the server about steps and delays.
+        """
+        if execute < 1:
+            raise ConfigError(f"{execute} executed steps per chunk", hint="execute at least one")
+        self._policy, self._execute, self._prefetch, self._extras = policy, execute, prefetch, extras
+        self._thread = ThreadPoolExecutor(1, "prefetch") if prefetch else None
+        self._delays: deque[int] = deque([0], maxlen=_REMEMBERED)
+        self.waits = 0
+        """How often the robot stood still because a chunk was late."""
+        self._reply: dict[str, Any] | None = None
+        self._asked: tuple[Future[dict[str, Any]], int] | None = None
+        self._index = self._step = 0
+
+    @property
+    def intended(self) -> tuple[Float[Array, "H A"], int] | None:
+        """The chunk in force and the number of its step that was returned last; None before the first."""
+        return None if self._reply is None else (np.asarray(self._reply["actions"]), self._index - 1)
+
+    @property
+    def delay(self) -> int:
+        """Steps that are expected to pass between asking and having."""
+        return max(self._delays)
+
+    def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply's current step: arrays are cut at it, numbers and text stay."""
+        self._take()
+        if self._reply is None or (self._index >= self._execute and self._asked is None and self._late()):
+            self._use(self._policy.infer(self._request(obs, delay=0)), passed=0)
+        elif self._prefetch and self._asked is None and self._index + self.delay >= self._execute:
+            self._ask(obs)
+        if self._asked is not None and self._index >= self._horizon:
+            self.waits += 1
+            self._asked[0].exception()  # waits; `_take` raises it
+            self._take()
+        assert self._reply is not None
+        now = {key: _cut(value, self._index) for key, value in self._reply.items()}
+        self._index += 1
+        self._step += 1
+        return now
+
+    def reset(self) -> None:
+        """A new episode begins: nothing of the last one is executed."""
+        self.replan()
+        self._policy.reset()
+        self._step = 0
+
+    def replan(self) -> None:
+        """Forget the current chunk and the one asked for: the world has changed, as after a takeover."""
+        if self._asked is not None:
+            self._asked[0].exception()  # one request at a time
+        self._asked, self._reply, self._index = None, None, 0
+
+    def skip(self) -> None:
+        """A control step passes without the policy."""
+        self._step += 1
+
+    @property
+    def _horizon(self) -> int:
+        return 0 if self._reply is None else len(self._reply["actions"])
+
+    def _late(self) -> bool:
+        """Without prefetching a chunk ends after `execute` steps; with it, only where it has no more."""
+        return not self._prefetch or self._index >= self._horizon
+
+    def _request(self, obs: Mapping[str, Any], *, delay: int) -> dict[str, Any]:
+        if not self._extras:
+            return dict(obs)
+        told = {STEP: self._step, EXECUTED: self._index if self._reply is not None else 0, DELAY: delay}
+        return {**obs, **told}
+
+    def _ask(self, obs: Mapping[str, Any]) -> None:
+        """Ask in the background. The observation is copied: robots reuse their buffers."""
+        assert self._thread is not None
+        request = _copied(self._request(obs, delay=self.delay))
+        self._asked = (self._thread.submit(self._policy.infer, request), self._step)
+
+    def _take(self) -> None:
+        """Go over to the chunk that was asked for, if it has come, at the step it has for now."""
+        if self._asked is None or not self._asked[0].done():
+            return
+        (future, step), self._asked = self._asked, None
+        passed = self._step - step
+        self._delays.append(passed)
+        self._use(future.result(), passed=passed)
+
+    def _use(self, reply: dict[str, Any], *, passed: int) -> None:
+        horizon = len(reply["actions"])
+        if self._execute > horizon:
+            raise ConfigError(f"execute is {self._execute}, the server's chunks have {horizon} steps")
+        self._reply, self._index = reply, min(passed, horizon - 1)
+
+
+def _cut(value: Any, index: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _cut(one, index) for key, one in value.items()}
+    return value[index] if isinstance(value, np.ndarray) and value.ndim else value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(one) for key, one in value.items()}
+    return value.copy() if isinstance(value, np.ndarray) else value

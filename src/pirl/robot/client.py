@@ -1,0 +1,154 @@
+"""A client of OpenPI's policy servers, a drop-in for `openpi_client.WebsocketClientPolicy`.
+
+    client = PolicyClient("10.0.0.5", 8000, api_key="...")
+    client.reset()
+    actions = client.infer(observation)["actions"]
+
+Beyond the original it reconnects, gives up on a server that does not answer, and says where an episode begins
+(`robot.keys`), which a stock server ignores.
+"""
+
+import contextlib
+import http
+import itertools
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from pirl.errors import MissingExtraError, PirlError, WireError
+from pirl.robot import wire
+from pirl.robot.keys import EPISODE
+
+_LIMITS = wire.Limits(max_bytes=2**31)
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
+"""Seconds between attempts to connect: doubled from the first to the longest."""
+
+
+class ServerError(PirlError, RuntimeError):
+    """What the policy server said was wrong, or that there is none. OpenPI's client raises RuntimeError here."""
+
+
+class PolicyClient:
+    """Asks a policy server for chunks of actions. One thread at a time."""
+
+    def __init__(
+        self,
+        host: str = "0.0.0.0",
+        port: int | None = None,
+        api_key: str | None = None,
+        *,
+        timeout: float | None = 120.0,
+        patience: float | None = 60.0,
+        extras: bool = True,
+    ) -> None:
+        """Connect, as OpenPI's client does: `host` is a name, or a whole address (`wss://...`).
+
+        `timeout`: longest wait for one reply, in seconds. `patience`: how long to try to connect, now and after a
+        lost connection; None: for ever. `extras`: send pirl's own keys.
+        """
+        address = host if host.startswith(("ws://", "wss://")) else f"ws://{host}"
+        self._uri = address if port is None else f"{address}:{port}"
+        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
+        self._timeout, self._patience, self._extras = timeout, patience, extras
+        self._session, self._count = uuid.uuid4().hex[:12], itertools.count()
+        self._episode = self._name()
+        self.reconnects = 0
+        """How often the connection was lost and made again."""
+        self._socket, self._metadata = self._connect()
+
+    @property
+    def episode(self) -> str:
+        """The running episode's name, as the server is told."""
+        return self._episode
+
+    def get_server_metadata(self) -> dict[str, Any]:
+        """What the server says about itself."""
+        return self._metadata
+
+    def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's reply to an observation: `actions` [H, A] and timings.
+
+        A lost connection is made again and the request repeated. An error of the server is raised, not repeated.
+        """
+        from websockets.exceptions import ConnectionClosed
+
+        data = wire.pack({**obs, EPISODE: self._episode} if self._extras else dict(obs))
+        until = None if self._patience is None else time.monotonic() + self._patience
+        while True:
+            try:
+                self._socket.send(data)
+                reply = self._socket.recv(timeout=self._timeout)
+                break
+            except TimeoutError:
+                self._drop()
+                self._socket, self._metadata = self._connect()  # an answer that comes late must not pass for the next
+                raise ServerError(
+                    f"{self._uri}: no reply for {self._timeout:g} s", hint="is the server overloaded or compiling?"
+                ) from None
+            except (ConnectionClosed, OSError) as error:
+                if until is not None and time.monotonic() > until:
+                    raise ServerError(
+                        f"{self._uri}: the connection is lost ({error})", hint="is the server up?"
+                    ) from error
+                self._drop()
+                self._socket, self._metadata = self._connect()
+                self.reconnects += 1
+        if isinstance(reply, str):  # OpenPI's server closes the connection after it
+            raise ServerError(f"Error in inference server:\n{reply}", hint="the server's log says more")
+        answer = wire.unpack(reply, _LIMITS)
+        if not isinstance(answer, dict) or "actions" not in answer:
+            raise WireError(f"{self._uri}: the reply holds no actions", hint="is this a policy server?")
+        return answer
+
+    def reset(self) -> None:
+        """A new episode begins."""
+        self._episode = self._name()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._drop()
+
+    def __enter__(self) -> "PolicyClient":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _name(self) -> str:
+        return f"{self._session}-{next(self._count)}"
+
+    def _drop(self) -> None:
+        with contextlib.suppress(Exception):  # it may be closed already, or broken
+            self._open.close()
+
+    def _connect(self) -> tuple[Any, dict[str, Any]]:
+        """A connection and the server's metadata; tries until patience ends, but not against a refusal."""
+        try:
+            from websockets.exceptions import InvalidStatus, WebSocketException
+            from websockets.sync.client import connect
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("websockets", "serve", "the policy client") from error
+        until = None if self._patience is None else time.monotonic() + self._patience
+        wait = _FIRST_WAIT
+        while True:
+            try:
+                self._open = contextlib.ExitStack()
+                socket = self._open.enter_context(
+                    connect(self._uri, compression=None, max_size=None, additional_headers=self._headers)
+                )
+                first = socket.recv(timeout=self._timeout)
+                return socket, dict(wire.unpack(first if isinstance(first, bytes) else first.encode(), _LIMITS))
+            except InvalidStatus as error:
+                status = error.response.status_code
+                if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
+                    raise ServerError(f"{self._uri}: refused ({status})", hint="check the API key") from error
+                problem: Exception = error
+            except (OSError, WebSocketException, WireError) as error:
+                problem = error
+            if until is not None and time.monotonic() + wait > until:
+                raise ServerError(
+                    f"{self._uri}: no policy server ({problem})", hint="start `pirl serve`, or check host and port"
+                ) from problem
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)

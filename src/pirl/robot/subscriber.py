@@ -1,0 +1,74 @@
+"""Records what OpenPI's own `Runtime` does: pass a `RecordingSubscriber` among its subscribers.
+
+    broker = ChunkBroker(PolicyClient("10.0.0.5", 8000), execute=10)
+    policy = Takeover(broker, corrector)                                     # or the broker itself
+    recorder = Recorder("recordings/fold", fps=50, horizon=20)
+    subscriber = RecordingSubscriber(recorder, policy, outcome=ask_operator, task="fold the box")
+    Runtime(environment, PolicyAgent(policy), [subscriber], max_hz=50, num_episodes=20).run()
+
+A robot with a loop of its own calls `Recorder.step` itself.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.errors import DataError
+from pirl.names import ACTIONS, PROMPT
+from pirl.robot.keys import INTERVENTION, POLICY
+from pirl.robot.recorder import Recorder
+
+Outcome = bool | tuple[bool, str] | None
+"""Success, or success and a note; None discards the episode."""
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """What knows the chunk in force: a broker, or a takeover around one."""
+
+    @property
+    def intended(self) -> tuple[Float[np.ndarray, "H A"], int] | None:
+        """The chunk, and its step that was due."""
+
+
+class RecordingSubscriber:
+    """OpenPI's `Subscriber` by its methods; openpi-client need not be installed."""
+
+    def __init__(
+        self, recorder: Recorder, planner: Planner, *, outcome: Callable[[], Outcome], task: str | None = None
+    ) -> None:
+        """`outcome` is asked after every episode; `task` names it, by default the observation's prompt."""
+        self.recorder, self._planner, self._outcome, self._task = recorder, planner, outcome, task
+
+    def on_episode_start(self) -> None:
+        """The next step begins an episode."""
+        self.recorder.discard()
+
+    def on_step(self, observation: Mapping[str, Any], action: Mapping[str, Any]) -> None:
+        """Record what was seen and done."""
+        if not self.recorder.running:
+            self.recorder.start(task=self._find_task(observation))
+        self.recorder.step(
+            observation,
+            np.asarray(action[ACTIONS], np.float32),
+            intended=self._planner.intended,
+            intervention=bool(action.get(INTERVENTION, False)),
+            policy=str(action.get(POLICY, "")),
+        )
+
+    def on_episode_end(self) -> None:
+        """Ask how it went, and save."""
+        said = self._outcome()
+        if said is None or not self.recorder.running:
+            self.recorder.discard()
+            return
+        success, note = said if isinstance(said, tuple) else (said, "")
+        self.recorder.end(success, note=note)
+
+    def _find_task(self, observation: Mapping[str, Any]) -> str:
+        task = self._task or observation.get(PROMPT)
+        if not isinstance(task, str):
+            raise DataError("the observation has no prompt", hint="give the subscriber a task")
+        return task

@@ -1,0 +1,178 @@
+"""The process that writes what a `Recorder` sends: messages on its standard input, answers on its standard output.
+
+It ends when its input ends. An episode without an end is discarded; one that has ended is written first.
+"""
+
+import os
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+import numpy as np
+
+from pirl.data.writer import LeRobotWriter
+from pirl.errors import DataError, PirlError
+from pirl.names import NEXT_DONE, NEXT_SUCCESS, NEXT_TRUNCATED, NOTE
+from pirl.robot import wire
+
+SMALLEST_VIDEO = 64
+"""Pictures with a shorter or an odd side are stored as PNG."""
+_LIMITS = wire.Limits(max_bytes=2**31)
+_LOCK_SECONDS = 30.0
+"""How long to wait for a dataset that an earlier process still finishes."""
+_POLITE = 15
+"""Added to the niceness: the control loop goes first."""
+
+
+def write_message(file: int, data: bytes, pictures: Sequence[bytearray] = ()) -> None:
+    """A packed message with its length before it, and after it the pictures whose shapes it lists."""
+    for part in (struct.pack("<Q", len(data)), data, *pictures):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+
+
+def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
+    """The next message, its pictures among its columns; None where the other end is gone, also in the middle of one."""
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    (length,) = struct.unpack("<Q", head)
+    data = stream.read(length)
+    if len(data) < length:
+        return None
+    message: dict[str, Any] = wire.unpack(data, _LIMITS)
+    for name, shape in message.pop("pictures", {}).items():
+        picture = np.empty(shape, np.uint8)
+        if stream.readinto(picture.data.cast("B")) < picture.nbytes:  # type: ignore[attr-defined]
+            return None
+        message["columns"][name] = picture
+    return message
+
+
+class DatasetWriter:
+    """Follows the messages of one recorder. Keeps the last step back, which only the episode's end completes."""
+
+    def __init__(self, opening: dict[str, Any]) -> None:
+        self._opening = opening
+        self._writer: LeRobotWriter | None = None
+        self._last: dict[str, Any] | None = None
+        self._problem: PirlError | None = None
+
+    def step(self, columns: dict[str, Any]) -> None:
+        """Add the step before this one. A step that is refused spoils its episode, which `end` reports."""
+        if self._problem is not None:
+            return
+        try:
+            if self._writer is None:
+                self._writer = self._open(columns)
+            if self._last is not None:
+                self._add(self._last)
+            self._last = columns
+        except (PirlError, OSError) as error:
+            self._problem = error if isinstance(error, PirlError) else DataError(f"{self._opening['root']}: {error}")
+
+    def end(self, task: str, *, success: bool, truncated: bool, note: str) -> int:
+        """Write the last step and save the episode; its index."""
+        try:
+            if self._problem is not None:
+                raise self._problem
+            if self._writer is None or self._last is None:
+                raise DataError(f"{self._opening['root']}: the episode has no steps")
+            self._add(self._last, done=True, success=success, truncated=truncated, note=note)
+            return self._writer.save_episode(task=task)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Forget the running episode, or what is left of the last one."""
+        self._last = self._problem = None
+        if self._writer is not None:
+            self._writer.discard_episode()
+
+    def close(self) -> None:
+        """Discard what has not ended, and let the next writer in."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _add(
+        self,
+        columns: dict[str, Any],
+        *,
+        done: bool = False,
+        success: bool = False,
+        truncated: bool = False,
+        note: str = "",
+    ) -> None:
+        assert self._writer is not None
+        outcome = {NEXT_SUCCESS: success, NEXT_DONE: done, NEXT_TRUNCATED: truncated, NOTE: note}
+        self._writer.add_frame({**columns, **outcome})
+
+    def _open(self, columns: dict[str, Any]) -> LeRobotWriter:
+        flag = {"dtype": "bool", "shape": [1], "names": None}
+        features = {key: _feature(value) for key, value in columns.items()}
+        features |= dict.fromkeys((NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED), flag)
+        features[NOTE] = {"dtype": "string", "shape": [1], "names": None}
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return LeRobotWriter(
+                    self._opening["root"],
+                    fps=self._opening["fps"],
+                    features=features,
+                    robot_type=self._opening["robot_type"],
+                    codec=self._opening["codec"],
+                )
+            except DataError as error:
+                if "another writer" not in error.message or time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+
+def _feature(value: Any) -> dict[str, Any]:
+    """LeRobot's description of a column, from its first value."""
+    if isinstance(value, str):
+        return {"dtype": "string", "shape": [1], "names": None}
+    array = np.asarray(value)
+    shape = list(array.shape)
+    if len(shape) != 3:
+        return {"dtype": array.dtype.name, "shape": shape or [1], "names": None}
+    small = min(shape[:2]) < SMALLEST_VIDEO or shape[0] % 2 or shape[1] % 2
+    return {"dtype": "image" if small else "video", "shape": shape, "names": ["height", "width", "channels"]}
+
+
+def serve(requests: IO[bytes], answers: int) -> None:
+    """Follow the messages until they end."""
+    opening = read_message(requests)
+    if opening is None:
+        return
+    writer = DatasetWriter(opening)
+    try:
+        while (message := read_message(requests)) is not None:
+            verb = message.pop("do")
+            if verb == "step":
+                writer.step(message["columns"])
+                continue
+            try:
+                if verb == "discard":
+                    writer.discard()
+                    answer: dict[str, Any] = {}
+                else:
+                    answer = {"saved": writer.end(message.pop("task"), **message)}
+            except PirlError as error:
+                answer = {"refused": error.message, "hint": error.hint}
+            except OSError as error:
+                answer = {"refused": f"{opening['root']}: the episode is lost: {error}", "hint": "is the disk full?"}
+            try:
+                write_message(answers, wire.pack(answer))
+            except OSError:  # nobody waits for the answer any more
+                continue
+    finally:
+        writer.close()
+
+
+if __name__ == "__main__":
+    os.nice(_POLITE)
+    serve(sys.stdin.buffer, sys.stdout.fileno())

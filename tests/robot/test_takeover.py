@@ -1,0 +1,71 @@
+"""A person can take over at any step; the recording says at which, and what the policy meant instead."""
+
+import os
+import pty
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from pirl.data.dataset import LeRobotSource
+from pirl.data.lerobot import read_columns, read_meta
+from pirl.robot.broker import ChunkBroker
+from pirl.robot.recorder import Recorder
+from pirl.robot.subscriber import RecordingSubscriber
+from pirl.robot.takeover import KeySwitch, Takeover
+from policy_server import HORIZON, plan
+
+
+class Planned:
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def infer(self, obs: dict) -> dict:
+        self.asked.append(float(obs["observation/state"][0]))
+        return {**plan(obs), "pirl/policy": "acrlpd/7"}
+
+    def reset(self) -> None:
+        pass
+
+
+def test_corrected_steps_are_marked_and_the_policy_looks_again_afterwards(tmp_path: Path) -> None:
+    """Driven exactly as OpenPI's Runtime drives its agent and subscribers."""
+    inner, outcomes = Planned(), [(True, "saved it"), None, False]
+    policy = Takeover(
+        ChunkBroker(inner, execute=5),
+        lambda obs: np.array([-1.0, 0]) if obs["observation/state"][0] in (2, 3) else None,
+    )
+    with Recorder(tmp_path / "data", fps=5, horizon=HORIZON) as recorder:
+        subscriber = RecordingSubscriber(recorder, policy, outcome=lambda: outcomes.pop(0))
+        for _ in range(3):
+            policy.reset()
+            subscriber.on_episode_start()
+            for step in range(6):
+                seen = {"observation/state": np.array([step], np.float32), "prompt": "go"}
+                subscriber.on_step(seen, policy.infer(seen))
+            subscriber.on_episode_end()
+    assert inner.asked == [0, 4] * 3
+    source = LeRobotSource(tmp_path / "data", cameras={})
+    assert len(source) == 2  # the one without an outcome was discarded
+    episode = source.episode(0)
+    assert episode.intervention is not None
+    assert episode.intervention.tolist() == [False, False, True, True, False, False]
+    assert episode.actions[:, 0].tolist() == [0, 1, -1, -1, 4, 5]
+    assert (episode.success, source.episode(1).success, episode.task) == (True, False, "go")
+    columns = read_columns(read_meta(tmp_path / "data"))
+    assert columns["policy"].tolist() == (["acrlpd/7"] * 2 + ["operator"] * 2 + ["acrlpd/7"] * 2) * 2
+    assert columns["note"][5] == "saved it"
+    assert columns["intended_step"][:6].tolist() == [0, 1, -1, -1, 0, 1]
+
+
+def test_a_key_takes_over_and_hands_back() -> None:
+    ours, theirs = pty.openpty()
+    changes: list[bool] = []
+    changed = threading.Semaphore(0)
+    with os.fdopen(theirs, "rb", buffering=0) as terminal, KeySwitch(stream=terminal) as switch:
+        switch.on_change(lambda on: (changes.append(on), changed.release()))
+        for typed in (b" ", b"x ", b" "):
+            os.write(ours, typed)
+            assert changed.acquire(timeout=60)
+    assert changes == [True, False, True]
+    os.close(ours)
