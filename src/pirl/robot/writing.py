@@ -28,7 +28,8 @@ _POLITE = 15
 
 def write_message(file: int, data: bytes, pictures: Sequence[bytearray] = ()) -> None:
     """A packed message with its length before it, and after it the pictures whose shapes it lists."""
-    for part in (struct.pack("<Q", len(data)), data, *pictures):
+    parts: list[bytes | bytearray] = [struct.pack("<Q", len(data)), data, *pictures]
+    for part in parts:
         rest = memoryview(part)
         while rest:
             rest = rest[os.write(file, rest) :]
