@@ -34,6 +34,7 @@ from pirl.data.normalize import save_norm_stats
 from pirl.data.pool import FrameMemory, copy_frames, make_resident, row_generator
 from pirl.data.replay import MemorySource
 from pirl.data.robots import get_robot
+from pirl.data.schema import INFO_FILE
 from pirl.data.stats import compute_norm_stats
 from pirl.data.writer import LeRobotWriter
 from pirl.records import Episode
@@ -158,7 +159,7 @@ def describe(sizes: Sizes) -> str:
 def write_dataset(root: Path, sizes: Sizes) -> list[Result]:
     """A dataset of three cameras, unless it is there already; its bit rate tells how hard it is to decode."""
     results = []
-    if not (root / lerobot.INFO_FILE).exists():
+    if not (root / INFO_FILE).exists():
         shape = [sizes.height, sizes.width, 3]
         features = {f"observation.images.{camera}": {"dtype": "video", "shape": shape} for camera in CAMERAS}
         features |= {key: {"dtype": "float32", "shape": [DIMS]} for key in ("observation.state", "action")}

@@ -47,9 +47,9 @@ from pirl.data.config import DataConfig
 from pirl.data.create import create_transform
 from pirl.data.dataset import LeRobotSource
 from pirl.data.episode_files import DATA_PATH
-from pirl.data.lerobot import INFO_FILE
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.robots import Robot, generic
+from pirl.data.schema import INFO_FILE
 from pirl.data.stats import compute_norm_stats
 from pirl.models.config import Pi0Config, get_preset
 from pirl.parallel.sharding import data_sharding, make_mesh, state_shardings

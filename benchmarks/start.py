@@ -33,9 +33,9 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
-from pirl.data.lerobot import INFO_FILE
 from pirl.data.normalize import save_norm_stats
 from pirl.data.robots import get_robot
+from pirl.data.schema import INFO_FILE
 from pirl.data.stats import compute_norm_stats
 from pirl.models.config import FreezeRule, Pi0Config, get_preset
 from pirl.models.critic_config import CriticConfig

@@ -63,7 +63,7 @@ def test_an_inspection_counts_corrections_episodes_and_frames(tmp_path: Path) ->
 
 def test_a_column_of_another_shape_is_refused(tmp_path: Path) -> None:
     root = recorded(tmp_path / "data", shape=(2,))
-    with pytest.raises(DataError, match=r"intervention is bool of shape \(2,\), expected bool"):
+    with pytest.raises(DataError, match=r"intervention is bool of shape \(2,\), expected one truth value"):
         LeRobotSource(root, cameras={})
 
 

@@ -22,6 +22,7 @@ from pirl.data.label_columns import write_success
 from pirl.data.labels import LABELS_FILE, Label
 from pirl.data.outcomes import OutcomeRule
 from pirl.data.robots import get_robot
+from pirl.data.rows import read_columns
 from pirl.data.writer import LeRobotWriter
 from pirl.errors import ConfigError, DataError
 from pirl.names import NEXT_SUCCESS
@@ -216,7 +217,7 @@ def test_written_labels_are_a_column(dataset_copy: Copy, name: str) -> None:
         give(root, index, "success")
     assert main(["label", str(root), "--write"]) == 0
     meta = lerobot.read_meta(root)
-    after = lerobot.read_columns(meta)
+    after = read_columns(meta)
     flags = [after[NEXT_SUCCESS][one.start : one.start + one.length] for one in meta.episodes]
     assert flags[0].tolist() == [False] * 20 + [True] * 17
     assert not flags[1].any()
@@ -319,5 +320,5 @@ def test_writing_is_all_or_nothing(dataset_copy: Copy, monkeypatch: pytest.Monke
         monkeypatch.undo()
         write_success(root)
     monkeypatch.undo()
-    columns = lerobot.read_columns(lerobot.read_meta(root))
+    columns = read_columns(lerobot.read_meta(root))
     assert columns[NEXT_SUCCESS].sum() == 5

@@ -18,6 +18,7 @@ from pirl.data.dataset import LeRobotSource, MixedSource
 from pirl.data.inspection import inspect
 from pirl.data.outcomes import OutcomeRule
 from pirl.data.resize import content_size, pad
+from pirl.data.rows import read_columns
 from pirl.errors import ConfigError, DataError, PirlWarning
 from pirl.records import EpisodeSource
 
@@ -44,7 +45,7 @@ def offsets(key: str, horizon: int) -> np.ndarray:
 def test_columns_and_padding(root: Path) -> None:
     golden = np.load(root / "golden.npz")
     meta = lerobot.read_meta(root)
-    columns = lerobot.read_columns(meta)
+    columns = read_columns(meta)
     horizon = int(golden["horizon"])
     assert (meta.version, meta.fps) == (str(golden["codebase_version"]), golden["fps"])
 
@@ -194,7 +195,7 @@ def test_format_2_0(dataset_copy: Callable[[str], Path], edit_info: Callable[...
     old, new = lerobot.read_meta(root), lerobot.read_meta(GOLDEN / "lerobot/v21_video")
     assert old.version == "v2.0"
     np.testing.assert_array_equal(old.lengths, new.lengths)
-    np.testing.assert_array_equal(lerobot.read_columns(old)["action"], lerobot.read_columns(new)["action"])
+    np.testing.assert_array_equal(read_columns(old)["action"], read_columns(new)["action"])
     frames = [video.read_frames(meta, meta.episodes[3], HIGH, size=None) for meta in (old, new)]
     np.testing.assert_array_equal(*frames)
 
@@ -218,7 +219,7 @@ def test_channels_first_shapes_strings_and_matrices(dataset_copy: Callable[[str]
         table = table.append_column("note", pa.array([f"row {row}" for row in range(count)]))
         pq.write_table(table.append_column("pose", pa.array(poses, pa.list_(pa.list_(pa.float64())))), file)
     meta = lerobot.read_meta(root)
-    columns = lerobot.read_columns(meta)
+    columns = read_columns(meta)
     assert video.frame_size(meta, HIGH, None) == (96, 128)
     second = meta.episodes[1].start
     assert columns["note"][second + 5] == "row 5"

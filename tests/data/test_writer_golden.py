@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from pirl.data.episode_files import CREATED_FILE
-from pirl.data.lerobot import read_columns, read_meta
+from pirl.data.lerobot import read_meta
+from pirl.data.rows import read_columns
 from pirl.data.video import read_frames
 from pirl.data.writer import LeRobotWriter
 

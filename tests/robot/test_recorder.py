@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pirl.data.dataset import LeRobotSource
-from pirl.data.lerobot import read_columns, read_meta
+from pirl.data.lerobot import read_meta
+from pirl.data.rows import read_columns
 from pirl.errors import DataError
 from pirl.robot.recorder import Recorder, columns_of
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pirl.data.dataset import LeRobotSource
-from pirl.data.lerobot import read_columns, read_meta
+from pirl.data.lerobot import read_meta
+from pirl.data.rows import read_columns
 from pirl.robot.broker import ChunkBroker
 from pirl.robot.recorder import Recorder
 from pirl.robot.subscriber import RecordingSubscriber

@@ -11,8 +11,9 @@ import pytest
 from pirl.data.columns import V21, V30
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
-from pirl.data.lerobot import read_columns, read_meta
+from pirl.data.lerobot import read_meta
 from pirl.data.robots import generic, get_robot
+from pirl.data.rows import read_columns
 from pirl.data.video import read_frames
 from pirl.data.writer import LeRobotWriter
 from pirl.envs.config import GymConfig, TabletopConfig

@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pirl import paths
-from pirl.data import lerobot, video
+from pirl.data import journal, lerobot, video
 from pirl.data.config import Tier
 from pirl.data.lerobot import DatasetMeta
+from pirl.data.schema import INFO_FILE
 from pirl.errors import DataError, PirlWarning
 from pirl.files import LEFTOVERS, replacing
 
@@ -60,7 +61,7 @@ def cache_key(
     meta: DatasetMeta, camera: str, size: int | None, method: video.Resize, *, letterbox: bool = False
 ) -> str:
     """A hash of all that decides the pixels of one camera: metadata, files, size, resize method, this code."""
-    digest = hashlib.sha256((meta.root / lerobot.INFO_FILE).read_bytes())
+    digest = hashlib.sha256(journal.opened(meta.root, meta.root / INFO_FILE, Path.read_bytes))
     digest.update(repr((_CODE_VERSION, camera, size, method, letterbox)).encode())
     files: dict[Path, None] = {}
     for episode in meta.episodes:
@@ -68,7 +69,7 @@ def cache_key(
         digest.update(repr((episode.index, episode.length, os.path.relpath(span.path, meta.root), span.first)).encode())
         files |= {episode.data.path: None, span.path: None}
     for path in files:
-        stat = path.stat()
+        stat = journal.opened(meta.root, path, os.stat)
         digest.update(repr((os.path.relpath(path, meta.root), stat.st_size, stat.st_mtime_ns)).encode())
     return digest.hexdigest()[:20]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Shaped
 
+from pirl.data.schema import NUMERIC, PICTURES, parse_feature
 from pirl.errors import DataError
 
 V21: Final = "v2.1"
@@ -27,10 +28,7 @@ STANDARD_FEATURES: dict[str, dict[str, Any]] = {
 }
 """The columns every LeRobot dataset has; the writer fills them in."""
 
-_NUMERIC = {"bool": pa.bool_(), "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64()}
-_NUMERIC |= {f"{sign}int{bits}": getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-_PICTURE_DTYPES = ("image", "video")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ class Column:
     @property
     def is_picture(self) -> bool:
         """Whether a frame's value is a picture."""
-        return self.dtype in _PICTURE_DTYPES
+        return self.dtype in PICTURES
 
     @property
     def is_scalar(self) -> bool:
@@ -68,13 +66,12 @@ def parse_features(features: Mapping[str, Any]) -> tuple[Column, ...]:
 def _parse(key: str, feature: Any) -> Column:
     if not key or "/" in key or "\\" in key or not key.strip("."):
         raise DataError(f"feature name {key!r} cannot be stored", hint="use letters, digits, dots and underscores")
-    if not isinstance(feature, Mapping) or not {"dtype", "shape"} <= set(feature):
-        raise DataError(f"feature {key!r} is {feature!r}", hint='expected {"dtype": ..., "shape": ..., "names": ...}')
-    dtype, shape = str(feature["dtype"]), tuple(int(n) for n in feature["shape"])
-    known = (*_NUMERIC, "string", *_PICTURE_DTYPES)
+    plain = dict(feature) if isinstance(feature, Mapping) else feature
+    dtype, shape = (parsed := parse_feature(key, plain, where="the dataset")).dtype, parsed.shape
+    known = (*NUMERIC, "string", *PICTURES)
     if dtype not in known:
         raise DataError(f"feature {key!r} has dtype {dtype!r}", hint=f"use one of {', '.join(known)}")
-    if dtype in _PICTURE_DTYPES:
+    if dtype in PICTURES:
         if len(shape) == 3 and shape[2] != 3 and shape[0] == 3:  # OpenPI's ALOHA sets list channels first
             shape = (*shape[1:], 3)
         if len(shape) != 3 or shape[2] != 3 or min(shape) < 1:
@@ -146,7 +143,7 @@ def _arrow_array(column: Column, values: Any, *, version: str) -> pa.Array:
         name = "frame_{:06d}.png" if version == V21 else "frame-{:06d}.png"
         return pa.array([{"bytes": png, "path": name.format(i)} for i, png in enumerate(values)], _PICTURE)
     array = np.asarray(values).astype(column.dtype)
-    flat: pa.Array = pa.array(array.ravel(), _NUMERIC[column.dtype])
+    flat: pa.Array = pa.array(array.ravel(), pa.from_numpy_dtype(np.dtype(column.dtype)))
     if column.is_scalar:
         return flat
     if len(column.shape) == 1:

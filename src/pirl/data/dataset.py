@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int, UInt8
+from jaxtyping import Bool, Float, Float32, Int, Shaped, UInt8
 
 from pirl import names
-from pirl.data import labels, lerobot, outcomes, video
+from pirl.data import labels, lerobot, outcomes, rows, video
 from pirl.data.cache import CacheConfig, FrameCache
 from pirl.data.lerobot import DatasetMeta, EpisodeMeta
 from pirl.data.outcomes import Outcome, OutcomeRule
+from pirl.data.schema import INFO_FILE
 from pirl.errors import ConfigError, DataError, PirlWarning, listing
 from pirl.records import Episode, EpisodeSource
 
@@ -40,15 +41,13 @@ class LeRobotSource:
         `cameras` maps the model's slots to the dataset's feature keys. Several state or action keys are joined.
         `letterbox` stores pictures with their black borders, for mixing them with pictures of other proportions.
         """
-        self.meta = lerobot.read_meta(lerobot.resolve(path))
+        self.meta, self.columns = rows.read_dataset(lerobot.resolve(path))
         for key in cameras.values():
             self.meta.camera(key)
         self._keys = dict(cameras)
         keys = tuple(dict.fromkeys(cameras.values()))
         self.letterbox = letterbox
         self.cache = FrameCache(self.meta, keys, size=image_size, method=resize, letterbox=letterbox, config=cache)
-        self.columns = lerobot.read_columns(self.meta)
-        """Every low-dimensional column, as the dataset names it."""
         self._state = _vectors(self.meta, self.columns, state_key)
         self._actions = _vectors(self.meta, self.columns, action_key)
         self._interventions = read_interventions(self.meta, self.columns)
@@ -271,26 +270,29 @@ def _vectors(
     parts = []
     for key in (keys,) if isinstance(keys, str) else keys:
         feature = meta.feature(key)
-        if not feature.is_column or feature.dtype == "string":
+        if not feature.is_number:
             raise DataError(
-                f"{meta.root / lerobot.INFO_FILE}: feature {key!r} is {feature.dtype}, expected numbers",
+                f"{meta.root / INFO_FILE}: feature {key!r} is {feature.dtype}, expected numbers",
                 hint="check the state key and the action key",
             )
-        _check_finite(meta, columns[key], key)
+        _check_rows(meta, columns[key], key)
         parts.append(columns[key].reshape(len(columns[key]), -1))
     return np.concatenate(parts, axis=1, dtype=np.float32)
 
 
-def _check_finite(meta: DatasetMeta, column: np.ndarray, key: str) -> None:
-    finite = np.isfinite(column).reshape(len(column), -1).all(axis=1)
-    if finite.all():
+def _check_rows(meta: DatasetMeta, column: np.ndarray, key: str, *, flags: bool = False) -> None:
+    """Every value is finite, and with `flags` 0 or 1."""
+    good = np.isin(column, (0, 1)) if flags else np.isfinite(column)
+    good = good.reshape(len(column), -1).all(axis=1)
+    if good.all():
         return
-    row = int(np.argmin(finite))
+    row = int(np.argmin(good))
     episode = next(one for one in meta.episodes if one.start <= row < one.start + one.length)
     raise DataError(
-        f"{episode.data.path}: episode {episode.index}: {key} is not finite at frame {row - episode.start} "
-        f"({int((~finite).sum())} such rows in the dataset): {column[row]}",
-        hint="repair or remove the episode; one such value would spoil the normalisation and the training",
+        f"{episode.data.path}: episode {episode.index}: {key} is {'neither 0 nor 1' if flags else 'not finite'} at "
+        f"frame {row - episode.start} ({int((~good).sum())} such rows in the dataset): {column[row]}",
+        hint="repair or remove the episode"
+        + ("" if flags else "; one such value would spoil the normalisation and the training"),
     )
 
 
@@ -303,6 +305,12 @@ def read_tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[st
             raise DataError(
                 f"{episode.data.path}: episode {episode.index}: task_index is {first}, known are {sorted(meta.tasks)}",
                 hint="the list of tasks is incomplete: download or export the dataset again",
+            )
+        if episode.tasks and meta.tasks[first] not in episode.tasks and set(episode.tasks) <= set(meta.tasks.values()):
+            raise DataError(
+                f"{episode.data.path}: episode {episode.index}: task_index {first} is {meta.tasks[first]!r}, but the "
+                f"list of episodes says {', '.join(map(repr, episode.tasks))}",
+                hint="the tasks are in another order than they were: download or export the dataset again",
             )
         if (numbers != first).any():
             changing.append(str(episode.index))
@@ -334,15 +342,22 @@ def _intended(columns: Mapping[str, np.ndarray], rows: slice, size: int) -> Floa
 
 def read_interventions(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "N"] | None:
     """LeRobot's column `intervention`: which rows a person acted in. None where the dataset lacks it."""
-    if (column := columns.get(names.INTERVENTION)) is None:
+    if names.INTERVENTION not in meta.features:
         return None
-    if column.ndim != 1 or column.dtype.kind not in "biuf":
+    return _scalars(meta, columns, names.INTERVENTION, flags=True).astype(bool)
+
+
+def _scalars(meta: DatasetMeta, columns: Mapping[str, np.ndarray], key: str, *, flags: bool) -> Shaped[np.ndarray, "N"]:
+    """A column of one finite number per row; with `flags` each is 0 or 1, since what else they mean is unknown."""
+    feature = meta.feature(key)
+    if not feature.is_number or columns[key].ndim != 1:
         raise DataError(
-            f"{meta.root / lerobot.INFO_FILE}: {names.INTERVENTION} is {meta.features[names.INTERVENTION].dtype} of "
-            f"shape {meta.features[names.INTERVENTION].shape}, expected bool of shape (1,)",
-            hint="store one flag per frame, or rename the feature",
+            f"{meta.root / INFO_FILE}: {key} is {feature.dtype} of shape {feature.shape}, expected one "
+            f"{'truth value' if flags else 'number'}, shape (1,)",
+            hint="store one value per frame, or rename the feature if it means something else",
         )
-    return column.astype(bool)
+    _check_rows(meta, columns[key], key, flags=flags)
+    return columns[key]
 
 
 def read_outcomes(
@@ -355,14 +370,9 @@ def read_outcomes(
         rule = replace(rule, success_file=labels.LABELS_FILE)
     rule = outcomes.settle(rule, columns, where=str(meta.root))
     used = outcomes.COLUMNS if rule.rule == "columns" else (names.NEXT_SUCCESS, names.NEXT_TRUNCATED)
-    known = {name: columns[name] for name in used if name in columns}
-    for name, column in known.items():
-        if column.ndim != 1:
-            raise DataError(
-                f"{meta.root / lerobot.INFO_FILE}: {name} has shape {meta.features[name].shape}, expected (1,)",
-                hint="store one value per frame, or declare an outcome rule and remove the feature",
-            )
-        _check_finite(meta, column, name)
+    known = {
+        name: _scalars(meta, columns, name, flags=name != names.NEXT_REWARD) for name in used if name in meta.features
+    }
     filed: Mapping[int, bool] = {}
     if rule.success_file is not None and not by_people:
         path = Path(rule.success_file).expanduser()

@@ -1,9 +1,7 @@
 """Where an episode goes on disk in LeRobot's formats v2.1 and v3.0, and how it gets there all at once.
 
-An episode changes several files: parquet, videos, metadata. All of them are first written under `.writing/next`, at
-the path they will have. Renaming that folder to `.writing/commit` is the moment from which the episode exists; then the
-files are moved into place, metadata last and info.json at the very end, so a reader never sees metadata for data that
-is not there. After a crash before the rename the episode is gone, after it the next writer finishes the moves.
+An episode changes several files: parquet, videos, metadata. All of them are first staged, at the path they will have,
+then committed together (see `journal`).
 
 In v3.0 many episodes share a file. Saving an episode writes the current file anew with the episode at its end (parquet
 row groups and video packets are copied, pictures are not encoded again), which costs at most a copy of a full file.
@@ -12,8 +10,7 @@ Short episodes are better saved together: then the copy is made once for all of 
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,10 +24,11 @@ from pirl import __version__
 from pirl.data.columns import V21, V30
 from pirl.data.encode import append_video, can_append, video_info
 from pirl.data.episode_stats import Stats, merge_stats
-from pirl.data.lerobot import INFO_FILE
+from pirl.data.journal import recover, staging
+from pirl.data.reading import DAMAGE, read_json, read_table
+from pirl.data.schema import INFO_FILE, parse_info
 from pirl.errors import DataError
 
-STAGE = ".writing"
 CREATED_FILE = "meta/pirl.json"
 """Says that pirl created a dataset, and so may replace it if told to."""
 TASKS = {V21: "meta/tasks.jsonl", V30: "meta/tasks.parquet"}
@@ -76,7 +74,8 @@ class FinishedEpisode:
 
 def read_metadata(root: Path, *, version: str) -> Metadata:
     """The state of an existing dataset of that format."""
-    info = read_json(root / INFO_FILE)
+    info = read_json(root, root / INFO_FILE)
+    parse_info(root / INFO_FILE, info)
     if (found := info.get("codebase_version")) != version:
         raise DataError(
             f"{root} has format {found}, you ask for {version}", hint="write to another folder, or ask for that format"
@@ -85,7 +84,7 @@ def read_metadata(root: Path, *, version: str) -> Metadata:
         return Metadata(info=info, tasks={}, stats={}, episodes=None)
     try:
         return _read_v21(root, info) if version == V21 else _read_v30(root, info)
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+    except (*DAMAGE, AttributeError, IndexError) as error:
         raise DataError(
             f"{root}: the metadata cannot be read ({type(error).__name__}: {error})",
             hint="the dataset is incomplete or damaged; restore it before adding to it",
@@ -93,19 +92,19 @@ def read_metadata(root: Path, *, version: str) -> Metadata:
 
 
 def _read_v21(root: Path, info: dict[str, Any]) -> Metadata:
-    lines = (root / TASKS[V21]).read_text("utf-8").splitlines()
-    tasks = {entry["task"]: entry["task_index"] for entry in map(json.loads, filter(str.strip, lines))}
+    lines = read_json(root, root / TASKS[V21], lines=True)
+    tasks = {entry["task"]: entry["task_index"] for entry in lines}
     return Metadata(info=info, tasks=tasks, stats={}, episodes=None)
 
 
 def _read_v30(root: Path, info: dict[str, Any]) -> Metadata:
-    table = pq.read_table(root / TASKS[V30])
+    table = read_table(root, root / TASKS[V30])
     texts = table["task" if "task" in table.column_names else _PANDAS_INDEX].to_pylist()
     tasks = dict(zip(texts, table["task_index"].to_pylist(), strict=True))
-    raw = read_json(root / "meta/stats.json")
+    raw = read_json(root, root / "meta/stats.json")
     stats = {key: {name: np.array(value) for name, value in column.items()} for key, column in raw.items()}
     newest = max((root / "meta/episodes").glob("chunk-*/file-*.parquet"), key=_file_number)
-    episodes = pq.read_table(newest)
+    episodes = read_table(root, newest)
     last = _last_row(episodes)
     listed = {"total_episodes": last["episode_index"] + 1, "total_frames": last["dataset_to_index"]}
     if listed != (said := {name: info[name] for name in listed}):
@@ -133,34 +132,9 @@ def stage_episodes(root: Path, meta: Metadata, episodes: Sequence[FinishedEpisod
     return after
 
 
-def staging(root: Path) -> Path:
-    """The folder whose files `commit` makes part of the dataset."""
-    return root / STAGE / "next"
-
-
 def next_task_index(tasks: Mapping[str, int], task: str) -> int:
     """The number of the task, or the one it will get."""
     return tasks.get(task, max(tasks.values(), default=-1) + 1)
-
-
-def commit(root: Path) -> None:
-    """Makes the staged episodes part of the dataset; `recover` then moves their files into place."""
-    staged = root / STAGE / "next"
-    for path in _files(staged):
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    staged.rename(root / STAGE / "commit")
-
-
-def recover(root: Path) -> None:
-    """Moves committed files into place and removes staged ones, whether this process wrote them or one that died."""
-    shutil.rmtree(root / STAGE / "next", ignore_errors=True)
-    pending = root / STAGE / "commit"
-    relative = (path.relative_to(pending) for path in _files(pending))
-    for path in sorted(relative, key=lambda path: (path.parts[0] == "meta", path == Path(INFO_FILE))):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(pending / path, root / path)
-    shutil.rmtree(pending, ignore_errors=True)
 
 
 def _next_info(info: Mapping[str, Any], episode: FinishedEpisode, *, total_tasks: int) -> dict[str, Any]:
@@ -351,10 +325,6 @@ def _file_number(path: Path) -> tuple[int, int]:
     return int(path.parent.name.removeprefix("chunk-")), int(path.stem.removeprefix("file-"))
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
-
-
 def new_file(staged: Path, relative: str) -> Path:
     """Where a staged file is written; its folder is there."""
     path = staged / relative
@@ -371,17 +341,6 @@ def _append_line(root: Path, staged: Path, relative: str, value: Mapping[str, An
 
 def _json_line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; names the file if it is none."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", hint="the dataset is damaged; restore this file") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds a {type(value).__name__}, expected an object", hint="restore this file")
-    return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

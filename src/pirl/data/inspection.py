@@ -1,5 +1,6 @@
 """What there is to know about a dataset before training on it, for people."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,12 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image, ImageDraw
 
-from pirl.data import labels, lerobot, outcomes, video
+from pirl.data import journal, labels, lerobot, outcomes, video
 from pirl.data.cache import format_bytes
 from pirl.data.dataset import MODEL_SIZE, read_interventions, read_outcomes, read_tasks
-from pirl.data.lerobot import Feature
 from pirl.data.outcomes import OutcomeRule
+from pirl.data.rows import read_dataset
+from pirl.data.schema import Feature
 from pirl.errors import DataError
 
 _CAPTION = 16  # pixels above each picture
@@ -78,9 +80,8 @@ class Inspection:
 
 def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
     """Read and check everything but the pictures."""
-    meta = lerobot.read_meta(lerobot.resolve(path))
+    meta, columns = read_dataset(lerobot.resolve(path))
     lerobot.check_files(meta, meta.cameras)
-    columns = lerobot.read_columns(meta)
     tasks = read_tasks(meta, columns)
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     success: tuple[bool | None, ...] = (None,) * len(meta.episodes)
@@ -106,7 +107,7 @@ def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
         labels=labels.describe(verdicts, [one.index for one in meta.episodes]),
         interventions=_describe_interventions(meta, columns),
         success=success,
-        stored_bytes=sum(one.stat().st_size for one in {span.path for span in spans}),
+        stored_bytes=sum(journal.opened(meta.root, one, os.stat).st_size for one in {span.path for span in spans}),
         decoded_bytes=int(pixels) * 3 * int(meta.lengths.sum()),
     )
 

@@ -16,11 +16,14 @@ import pyarrow.parquet as pq
 from pirl.data import labels, lerobot
 from pirl.data.columns import V21, V30
 from pirl.data.dataset import read_outcomes
-from pirl.data.episode_files import commit, new_file, read_json, recover, staging, write_json
+from pirl.data.episode_files import new_file, write_json
 from pirl.data.episode_stats import ColumnStats, column_stats, merge_stats
-from pirl.data.lerobot import INFO_FILE, DatasetMeta
+from pirl.data.journal import commit, lock_dataset, recover, release_dataset, staging
+from pirl.data.lerobot import DatasetMeta
 from pirl.data.outcomes import OutcomeRule
-from pirl.data.writer import lock_dataset, release_dataset
+from pirl.data.reading import read_json
+from pirl.data.rows import read_columns
+from pirl.data.schema import INFO_FILE
 from pirl.errors import DataError, listing
 from pirl.names import NEXT_SUCCESS
 
@@ -47,7 +50,7 @@ def write_success(root: Path) -> int:
         commit(root)
         recover(root)
     finally:
-        release_dataset(root, lock)
+        release_dataset(lock)
     return len(flags)
 
 
@@ -56,7 +59,7 @@ def _flags(meta: DatasetMeta) -> dict[int, np.ndarray]:
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     if not verdicts:
         raise DataError(f"{meta.root}: nobody has labelled it", hint=f"label it first: pirl label {meta.root}")
-    recorded = lerobot.read_columns(meta)
+    recorded = read_columns(meta)
     _, outcomes = read_outcomes(meta, recorded, OutcomeRule(rule="sparse_success", failure="timeout"))
     pairs = list(zip(meta.episodes, outcomes, strict=True))
     open_ = [
@@ -105,7 +108,7 @@ def _with_success(schema: pa.Schema, version: str) -> pa.Schema:
 
 
 def _stage_info(meta: DatasetMeta, staged: Path, flags: Mapping[int, np.ndarray]) -> None:
-    info = read_json(meta.root / INFO_FILE)
+    info = read_json(meta.root, meta.root / INFO_FILE)
     info["features"] = {**info["features"], NEXT_SUCCESS: FEATURE}
     stats = {index: column_stats(column, quantiles=meta.version == V30) for index, column in flags.items()}
     (_stage_stats_v21 if meta.version == V21 else _stage_stats_v30)(meta.root, staged, stats)
@@ -138,7 +141,9 @@ def _stage_stats_v30(root: Path, staged: Path, stats: Mapping[int, ColumnStats])
         pq.write_table(table, new_file(staged, str(path.relative_to(root))))
     if (root / "meta/stats.json").exists():
         merged = merge_stats([{NEXT_SUCCESS: one} for one in stats.values()])[NEXT_SUCCESS]
-        write_json(staged / "meta/stats.json", {**read_json(root / "meta/stats.json"), NEXT_SUCCESS: _lists(merged)})
+        write_json(
+            staged / "meta/stats.json", {**read_json(root, root / "meta/stats.json"), NEXT_SUCCESS: _lists(merged)}
+        )
 
 
 def _lists(stats: ColumnStats) -> dict[str, Any]:

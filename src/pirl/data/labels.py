@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pirl.data.schema import parse_json
 from pirl.errors import DataError, listing
 
 LABELS_FILE = "meta/pirl_labels.jsonl"
@@ -132,8 +133,8 @@ def read(root: Path, lengths: Mapping[int, int]) -> list[Label]:
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                entry = parse_json(line.decode(), where=where)
+            except (UnicodeDecodeError, DataError) as error:
                 raise DataError(f"{where}: not JSON ({error})", hint="repair or remove that line") from error
             labels.append(parse(entry, where=where, lengths=lengths))
     return labels

@@ -5,13 +5,15 @@ wrote is read here. Any difference in arithmetic would move the robot.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
+from pirl.data.schema import parse_json
 from pirl.errors import DataError
 from pirl.files import write_text
 from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
@@ -21,6 +23,7 @@ EPSILON = 1e-6
 """Keeps a dimension that never moves from dividing by zero; part of OpenPI's formula, also on the way back."""
 
 QUANTILE_BINS = 5000
+_LARGEST = float(np.finfo(np.float32).max)
 
 _HINT = (
     "compute them with `pirl norm-stats DATASET --robot NAME`, "
@@ -81,11 +84,15 @@ def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
     path = Path(path)
     file = path if path.suffix == ".json" else path / NORM_STATS_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"no normalisation statistics at {file}", hint=_HINT) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as JSON: {error}", hint=_HINT) from error
+    try:
+        content = parse_json(text, where=str(file))
+    except DataError as error:
+        raise DataError(f"not JSON: {error.message}", hint=_HINT) from error
     entries = content.get("norm_stats") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         raise DataError(f"{file} has no 'norm_stats' object at its top", hint=_HINT)
@@ -105,21 +112,28 @@ def _parse_entry(entry: object, where: str) -> NormStats:
             if name in ("mean", "std"):
                 raise DataError(f"{where} has no {name!r}", hint=_HINT)
             continue
-        try:
-            array = np.asarray(values, np.float64)
-        except (TypeError, ValueError):
-            raise DataError(f"{where}.{name} is not a list of numbers", hint=_HINT) from None
-        if array.ndim != 1 or not np.isfinite(array).all():
-            raise DataError(
-                f"{where}.{name} has shape {array.shape} and {int((~np.isfinite(array)).sum())} values that are not "
-                "finite; expected one finite number per dimension",
-                hint=_HINT,
-            )
-        fields[name] = array
+        if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+            raise DataError(f"{where}.{name} is not a list of numbers", hint=_HINT)
+        fields[name] = np.array([float(value) if abs(value) < _LARGEST else np.nan for value in values])
+        _check_dimensions(f"{where}.{name}", values, np.isfinite(fields[name]), "expected a finite number (float32)")
     lengths = {name: len(array) for name, array in fields.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(f"{where} has statistics of different lengths: {lengths}", hint=_HINT)
+    if not lengths["mean"]:
+        raise DataError(f"{where} has statistics of no dimensions", hint=_HINT)
+    _check_dimensions(f"{where}.std", fields["std"].tolist(), fields["std"] >= 0, "a deviation is never negative")
+    if "q01" in fields and "q99" in fields:
+        pairs = list(zip(fields["q01"].tolist(), fields["q99"].tolist(), strict=True))
+        _check_dimensions(f"{where}.q01, q99", pairs, fields["q01"] <= fields["q99"], "q01 is above q99")
     return NormStats(**fields)
+
+
+def _check_dimensions(where: str, values: Sequence[object], good: Bool[Array, "D"], problem: str) -> None:
+    """Name the dimensions whose statistics would move a robot wrongly."""
+    wrong = np.flatnonzero(~good).tolist()
+    if wrong:
+        told = ", ".join(f"{values[i]} in dimension {i}" for i in wrong[:8]) + (", ..." if len(wrong) > 8 else "")
+        raise DataError(f"{where}: {told}: {problem}", hint=_HINT)
 
 
 def save_norm_stats(directory: str | Path, stats: Mapping[str, NormStats], *, overwrite: bool = False) -> Path:
@@ -132,7 +146,16 @@ def save_norm_stats(directory: str | Path, stats: Mapping[str, NormStats], *, ov
         key: {name: None if (value := getattr(entry, name)) is None else value.tolist() for name in names}
         for key, entry in stats.items()
     }
-    write_text(file, json.dumps({"norm_stats": entries}, indent=2, allow_nan=False))
+    created = [folder for folder in file.parents if not folder.exists()]
+    try:
+        write_text(file, json.dumps({"norm_stats": entries}, indent=2, allow_nan=False))
+    except OSError as error:
+        with suppress(OSError):
+            for folder in created:
+                folder.rmdir()
+        raise DataError(
+            f"{file} cannot be written ({error})", hint="free some space on the disk, or give another folder"
+        ) from error
     return file
 
 

@@ -5,7 +5,6 @@ state would teach the critic that running out of time is worth nothing, so what 
 recording are told apart here, once. Pure functions over one episode's columns.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,11 @@ import numpy as np
 from jaxtyping import Bool, Float32, Shaped
 
 from pirl.data.config import Failure, Rule
+from pirl.data.schema import parse_json
 from pirl.errors import ConfigError, DataError
 from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
 
+_FORM = 'expected {"0": true, "1": false} or lines of {"episode_index": 0, "success": true}'
 COLUMNS = (NEXT_REWARD, NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED)
 
 
@@ -180,7 +181,7 @@ def read_success_file(path: Path, episodes: Collection[int]) -> dict[int, bool]:
     """Success by episode_index. Episodes the file leaves out are unlabelled; episodes it invents are an error."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the success file cannot be read ({error})", hint="check success_file") from error
     labels: dict[int, bool] = {}
     for index, success in _entries(path, text):
@@ -198,20 +199,28 @@ def _entries(path: Path, text: str) -> list[tuple[int, bool]]:
     """(episode_index, success) pairs of a JSON object, a JSON list of objects, or one object a line."""
     try:
         try:
-            parsed: Any = json.loads(text)
-        except ValueError:
-            parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
-        pairs: list[tuple[int, bool]] = []
+            parsed: Any = parse_json(text, where=str(path))
+        except DataError:
+            lines = [line for line in text.split("\n") if line.strip()]
+            if len(lines) < 2:
+                raise
+            parsed = [parse_json(line, where=str(path)) for line in lines]
+        pairs: list[tuple[Any, Any]] = []
         for entry in parsed if isinstance(parsed, list) else [parsed]:
             named = "success" in entry and "episode_index" in entry
-            pairs += [(entry["episode_index"], entry["success"])] if named else [(int(k), v) for k, v in entry.items()]
+            pairs += [(entry["episode_index"], entry["success"])] if named else list(entry.items())
+        pairs = [(int(k) if isinstance(k, str) and k.isascii() and k.isdecimal() else k, v) for k, v in pairs]
         for index, success in pairs:
             if type(index) is not int or type(success) is not bool:
-                raise ValueError(f"episode_index {index!r}, success {success!r}")
+                raise ValueError(f"episode_index {index!r}, success {success!r}"[:200])
+        if not pairs:
+            raise ValueError("it names no episode")
+    except DataError as error:
+        raise DataError(f"not a success file: {error.message}", hint=_FORM) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not a success file ({error})",
-            hint='expected {"0": true, "1": false} or lines of {"episode_index": 0, "success": true}',
+            hint=_FORM,
         ) from error
     return pairs
 

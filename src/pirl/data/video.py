@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import av
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
@@ -20,8 +19,11 @@ from av.video.stream import VideoStream
 from jaxtyping import UInt8
 from PIL import Image
 
-from pirl.data.lerobot import INFO_FILE, DatasetMeta, EpisodeMeta
+from pirl.data import journal
+from pirl.data.lerobot import DatasetMeta, EpisodeMeta
+from pirl.data.reading import DAMAGE
 from pirl.data.resize import content_size, pad, resize_exact
+from pirl.data.schema import INFO_FILE, inside
 from pirl.errors import DataError
 
 Resize = Literal["fast", "exact"]
@@ -30,6 +32,7 @@ scaling the subsampled planes directly would be cheaper still, but off by severa
 
 # PyAV 17 gave every scaler a thread per core. Episodes are what runs in parallel here.
 _ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
+_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # converted to RGB without losing what the picture shows
 _BACK_OFF = 250  # frames; far longer than a group of pictures of any LeRobot encoder
 
 
@@ -94,7 +97,7 @@ def _video_frames(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Itera
     where = f"{span.path}: episode {episode.index}"
     number, end = span.first, span.first + episode.length
     try:
-        with av.open(str(span.path)) as container:
+        with journal.opened(meta.root, span.path, lambda path: av.open(str(path))) as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1
             if meta.version != "v3.0" and stream.frames > episode.length:
@@ -113,7 +116,7 @@ def _video_frames(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Itera
                 number += 1
                 if number == end:
                     return
-    except (av.FFmpegError, IndexError, OSError) as error:
+    except (av.FFmpegError, IndexError, OSError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise DataError(
             f"{where}: cannot be decoded from frame {number} on ({error})",
             hint="the video is damaged or incomplete: download it again, or remove the episode",
@@ -145,12 +148,16 @@ def _frames_from(
 
 def stored_pictures(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> list[bytes]:
     """The episode's pictures of an image feature, as they are stored (PNG)."""
-    return [_stored(meta, cell) for cell in _cells(episode, camera)]
+    return [_stored(meta, cell) for cell in _cells(meta, episode, camera)]
 
 
 def _stored(meta: DatasetMeta, cell: Mapping[str, Any]) -> bytes:
     """The bytes of a cell, or of the file it names."""
-    return cell["bytes"] if cell["bytes"] is not None else (meta.root / cell["path"]).read_bytes()
+    if cell["bytes"] is not None:
+        return bytes(cell["bytes"])
+    if not inside(cell["path"]):
+        raise ValueError(f"the path {cell['path']!r} leads out of the dataset")
+    return (meta.root / cell["path"]).read_bytes()
 
 
 def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np.ndarray]:
@@ -158,22 +165,24 @@ def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np
     where = f"{episode.data.path}: episode {episode.index}"
     number = 0
     try:
-        for cell in _cells(episode, camera):
+        for cell in _cells(meta, episode, camera):
             with Image.open(io.BytesIO(_stored(meta, cell))) as picture:
+                _check_size(picture.height, picture.width, meta, camera, where)  # before that much is decoded
+                if picture.mode not in _MODES:
+                    raise ValueError(f"it is {picture.mode}, expected 8-bit colours")
                 image = np.asarray(picture.convert("RGB"))
-            _check_size(image.shape[0], image.shape[1], meta, camera, where)
             yield image
             number += 1
-    except (pa.ArrowException, OSError, ValueError, SyntaxError, TypeError, KeyError) as error:
+    except (*DAMAGE, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(
             f"{where}: picture {number} of {camera} cannot be read ({type(error).__name__}: {error})",
             hint="the file is damaged: download or export it again",
         ) from error
 
 
-def _cells(episode: EpisodeMeta, camera: str) -> Iterator[Mapping[str, Any]]:
+def _cells(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[Mapping[str, Any]]:
     """The rows of one image column, touching only the row groups the episode lies in."""
-    with pq.ParquetFile(episode.data.path) as file:
+    with journal.opened(meta.root, episode.data.path, pq.ParquetFile) as file:
         group_start = 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows

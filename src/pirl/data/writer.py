@@ -19,25 +19,22 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from pirl.data.columns import STANDARD_FEATURES, V21, V30, Column, check_frame, make_table, parse_features
 from pirl.data.encode import EpisodeVideo, VideoEncoding, choose_encoding, encode_png
 from pirl.data.episode_files import (
     CREATED_FILE,
     DATA_PATH,
-    STAGE,
     VIDEO_PATH,
     FinishedEpisode,
     Metadata,
-    commit,
     next_task_index,
     read_metadata,
-    recover,
     stage_episodes,
 )
 from pirl.data.episode_stats import Stats, column_stats, image_histogram, image_stats
-from pirl.data.lerobot import INFO_FILE
+from pirl.data.journal import STAGE, commit, lock_dataset, recover, release_dataset, staging, writing
+from pirl.data.schema import INFO_FILE
 from pirl.errors import DataError, listing
 
 _DATASET_FILES = (".json", ".jsonl", ".parquet", ".mp4", ".png")
@@ -92,7 +89,8 @@ class LeRobotWriter:
         }
         self._lock = lock_dataset(self.root)
         try:
-            self._meta = _open(self.root, info, existing)
+            with writing(self.root):
+                self._meta = _open(self.root, info, existing)
         except BaseException:
             self._release()
             raise
@@ -116,10 +114,11 @@ class LeRobotWriter:
         where = f"{self.root}, episode {self._next_index}, frame {self._length}"
         values = check_frame(self._columns, frame, where=where)
         try:
-            if not self._length:
-                self._open_videos()
-            for column in self._columns:
-                self._add_value(column, values[column.key])
+            with writing(self.root):
+                if not self._length:
+                    self._open_videos()
+                for column in self._columns:
+                    self._add_value(column, values[column.key])
         except BaseException:  # some columns have the frame and some have not
             self.discard_episode()
             raise
@@ -156,11 +155,13 @@ class LeRobotWriter:
             raise DataError(f"{self.root}: {self._length} frames belong to no episode", hint="save or discard them")
         try:
             if self._waiting:
-                after = stage_episodes(self.root, self._meta, self._waiting)
-                commit(self.root)
-                self._meta = after
-                recover(self.root)
+                with writing(self.root):
+                    after = stage_episodes(self.root, self._meta, self._waiting)
+                    commit(self.root)
+                    self._meta = after
+                    recover(self.root)
         finally:
+            shutil.rmtree(staging(self.root), ignore_errors=True)  # of a save that failed
             self._reset()
 
     def discard_episode(self) -> None:
@@ -229,8 +230,9 @@ class LeRobotWriter:
         if not task.strip():
             raise DataError(f"{self.root}: episode {index} has no task", hint="say what the robot is to do, in words")
         try:
-            for video in self._videos.values():
-                video.close()
+            with writing(self.root):
+                for video in self._videos.values():
+                    video.close()
             self._waiting.append(self._finished(task))
         except BaseException:
             self.discard_episode()
@@ -289,33 +291,13 @@ class LeRobotWriter:
         self._videos: dict[str, EpisodeVideo] = {}
 
     def _release(self) -> None:
-        release_dataset(self.root, self._lock)
+        release_dataset(self._lock)
 
 
 def _normal_form(features: Mapping[str, Any]) -> dict[str, Any]:
     """As info.json will hold them: lists for tuples, names always there, no description of some other video."""
     plain = {key: {"dtype": f["dtype"], "shape": f["shape"], "names": f.get("names")} for key, f in features.items()}
     return dict(json.loads(json.dumps(plain)))
-
-
-def lock_dataset(root: Path) -> FileLock:
-    """The dataset's only writer, until the lock is released."""
-    if root.exists() and not root.is_dir():
-        raise DataError(f"{root} is a file, expected a folder", hint="choose another place for the dataset")
-    (root / STAGE).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(root / STAGE / "lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise DataError(f"{root} is being written by another writer", hint="wait until that one is closed") from error
-    return lock
-
-
-def release_dataset(root: Path, lock: FileLock) -> None:
-    """Let the next writer in, and leave nothing of this one behind."""
-    if not (root / STAGE / "commit").exists():  # else an episode waits there for the next writer
-        shutil.rmtree(root / STAGE, ignore_errors=True)
-    lock.release()
 
 
 def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:

@@ -5,7 +5,6 @@ rewards, ends and success. Small images are stored as PNG, larger ones as video:
 pixels, and SVT-AV1 takes none below 64.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
@@ -18,8 +17,10 @@ import numpy as np
 import yaml
 
 from pirl.config_io import from_dict, tag
-from pirl.data.lerobot import INFO_FILE
+from pirl.data import journal
+from pirl.data.reading import read_json
 from pirl.data.robots import Robot, get_robot
+from pirl.data.schema import INFO_FILE
 from pirl.data.writer import LeRobotWriter
 from pirl.envs.config import EnvConfig
 from pirl.errors import ConfigError, DataError
@@ -63,7 +64,9 @@ class RolloutRecorder:
         self._fps, self._existing = info.fps, existing
         self._writer: LeRobotWriter | None = None
         self._waiting, self._since = 0, 0.0
-        if existing == "refuse" and (self.root / INFO_FILE).exists():  # now, not after the first episode
+        if existing == "refuse" and journal.exists(
+            self.root, self.root / INFO_FILE
+        ):  # now, not after the first episode
             raise DataError(
                 f"{self.root} already holds a dataset", hint="choose another name, or add to it with --append"
             )
@@ -111,10 +114,11 @@ class RolloutRecorder:
 
 def num_recorded(root: Path | str) -> int:
     """Episodes in a dataset's folder; 0 where there is none."""
-    file = Path(root).expanduser() / INFO_FILE
+    folder = Path(root).expanduser()
+    file = folder / INFO_FILE
     try:
-        return int(json.loads(file.read_text("utf-8"))["total_episodes"]) if file.exists() else 0
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return int(read_json(folder, file)["total_episodes"]) if journal.exists(folder, file) else 0
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} cannot be read ({error})", hint="restore it, or write to another folder") from error
 
 

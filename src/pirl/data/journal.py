@@ -1,0 +1,193 @@
+"""How changes to a dataset appear all at once, to the next writer and to every reader.
+
+A change touches several files. All are first written under `.writing/next`, at the path they will have. Renaming that
+folder to `.writing/commit` is the moment from which the change exists; then the files are moved into place. After a
+crash before the rename there was no change; after it the next writer finishes the moves.
+
+Readers need not wait for that: a committed file counts before the one it replaces. Since info.json is part of every
+change, a reader that finds the same info.json (the same inode) before and after has seen one state of the dataset, and
+reads again otherwise.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pirl.data.schema import INFO_FILE
+from pirl.errors import DataError
+from pirl.files import sync
+
+STAGE = ".writing"
+_PATIENCE = 20  # a reader's tries; a writer that commits this often leaves no time to read anything
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterLock:
+    """Makes its holder the dataset's only writer."""
+
+    root: Path
+    """The dataset."""
+    handle: int
+    """The open lock file."""
+    created: tuple[Path, ...]
+    """Folders that did not exist before, the innermost first."""
+
+    def release(self) -> None:
+        """Let the next writer in."""
+        fcntl.flock(self.handle, fcntl.LOCK_UN)  # also where a child of this process has inherited the file
+        os.close(self.handle)
+
+
+def lock_dataset(root: Path) -> WriterLock:
+    """The dataset's only writer, until the lock is released."""
+    if root.exists() and not root.is_dir():
+        raise DataError(f"{root} is a file, expected a folder", hint="choose another place for the dataset")
+    path = root / STAGE / "lock"
+    while True:
+        created = tuple(folder for folder in (root, *root.parents) if not folder.exists())
+        with writing(root):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except (FileNotFoundError, FileExistsError):  # the writer before has just removed the folder
+                if path.parent.is_file():
+                    raise
+                continue
+            except OSError:
+                _remove_empty(root, created)
+                raise
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return WriterLock(root=root, handle=handle, created=created)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise DataError(
+                f"{root} is being written by another writer", hint="wait until that one is closed"
+            ) from error
+        except FileNotFoundError:
+            pass
+        os.close(handle)  # of a lock file that the writer before has removed: who comes next would not see it
+
+
+def release_dataset(lock: WriterLock) -> None:
+    """Let the next writer in, and leave nothing of this one behind."""
+    stage = lock.root / STAGE
+    if not (stage / "commit").exists():  # else a change waits there for the next writer
+        for path in stage.glob("*"):
+            if path.name != "lock":
+                shutil.rmtree(path, ignore_errors=True)
+        (stage / "lock").unlink(missing_ok=True)  # from here on the next writer may make its own
+        _remove_empty(lock.root, lock.created)
+    lock.release()
+
+
+def _remove_empty(root: Path, created: tuple[Path, ...]) -> None:
+    with suppress(OSError):  # the next writer has made its own lock, or the folders are in use
+        for folder in (root / STAGE, *created):
+            folder.rmdir()
+
+
+@contextmanager
+def writing(root: Path) -> Iterator[None]:
+    """What keeps a dataset from being written becomes an error that says so."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error)
+        raise DataError(
+            f"{root} cannot be written ({error})",
+            hint=("free some space on the disk, or write elsewhere" if full else "check the folder and its permissions")
+            + "; episodes saved before are safe",
+        ) from error
+
+
+def staging(root: Path) -> Path:
+    """The folder whose files `commit` makes part of the dataset."""
+    return root / STAGE / "next"
+
+
+def commit(root: Path) -> None:
+    """Makes the staged files part of the dataset; `recover` then moves them into place."""
+    staged = staging(root)
+    for path in (*sorted(staged.rglob("*"), key=Path.is_dir), staged):  # files first, then the names they have
+        sync(path)
+    staged.rename(root / STAGE / "commit")
+    sync(root / STAGE)
+
+
+def recover(root: Path) -> None:
+    """Moves committed files into place and removes staged ones, whether this process wrote them or one that died."""
+    shutil.rmtree(staging(root), ignore_errors=True)
+    pending = root / STAGE / "commit"
+    paths = sorted(path.relative_to(pending) for path in _files(pending))
+    for path in sorted(paths, key=lambda path: (path.parts[0] == "meta", path == Path(INFO_FILE))):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(pending / path, root / path)
+    for folder in dict.fromkeys(parent for path in paths for parent in (root / path).parents if root in parent.parents):
+        sync(folder)
+    shutil.rmtree(pending, ignore_errors=True)
+
+
+def opened(root: Path, path: Path, opener: Callable[[Path], T]) -> T:
+    """`opener` of a dataset's file: of its committed version where that has not been moved yet."""
+    try:
+        pending = root / STAGE / "commit" / path.relative_to(root)
+        return opener(pending)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return opener(path)
+
+
+def exists(root: Path, path: Path) -> bool:
+    """Whether there is such a file."""
+    try:
+        return opened(root, path, lambda found: found.stat() is not None and found.is_file())
+    except OSError:
+        return False
+
+
+def listed(root: Path, pattern: str) -> list[Path]:
+    """The dataset's files of that pattern, in order: those in place and those committed."""
+    pending = root / STAGE / "commit"
+    waiting = {root / path.relative_to(pending) for path in pending.glob(pattern)}
+    return sorted(waiting | set(root.glob(pattern)))
+
+
+def consistent(root: Path, read: Callable[[], T]) -> T:
+    """What `read` finds in one state of the dataset; read again where a writer changed it meanwhile."""
+    for tries in range(_PATIENCE):
+        before = _state(root)
+        try:
+            found = read()
+        except DataError:
+            if _state(root) == before:
+                raise
+        else:
+            if _state(root) == before:
+                return found
+        time.sleep(0.01 * tries)
+    raise DataError(
+        f"{root} was changed {_PATIENCE} times while it was read",
+        hint="wait until the recording has ended, or record with fewer saves",
+    )
+
+
+def _state(root: Path) -> tuple[int, ...] | None:
+    """Names a state of the dataset: moving info.json into place does not change it, a new one does."""
+    try:
+        stat = opened(root, root / INFO_FILE, os.stat)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
