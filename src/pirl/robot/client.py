@@ -41,17 +41,19 @@ class PolicyClient:
         timeout: float | None = 120.0,
         patience: float | None = 60.0,
         extras: bool = True,
+        session: str | None = None,
     ) -> None:
         """Connect, as OpenPI's client does: `host` is a name, or a whole address (`wss://...`).
 
         `timeout`: longest wait for one reply, in seconds. `patience`: how long to try to connect, now and after a
-        lost connection; None: for ever. `extras`: send pirl's own keys.
+        lost connection; None: for ever. `extras`: send pirl's own keys. `session`: what the names of episodes begin
+        with; the noise of `pirl serve` depends on them, so the same names give the same actions.
         """
         address = host if host.startswith(("ws://", "wss://")) else f"ws://{host}"
         self._uri = address if port is None else f"{address}:{port}"
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
         self._timeout, self._patience, self._extras = timeout, patience, extras
-        self._session, self._count = uuid.uuid4().hex[:12], itertools.count()
+        self._session, self._count = session or uuid.uuid4().hex[:12], itertools.count()
         self._episode = self._name()
         self.reconnects = 0
         """How often the connection was lost and made again."""
