@@ -48,7 +48,7 @@ from pirl.data.create import create_transform
 from pirl.data.dataset import LeRobotSource
 from pirl.data.episode_files import DATA_PATH
 from pirl.data.loader import ACRLPDDataLoader
-from pirl.data.robots import Robot, generic
+from pirl.data.robots import Robot, make_robot
 from pirl.data.schema import INFO_FILE
 from pirl.data.stats import compute_norm_stats
 from pirl.models.config import Pi0Config, get_preset
@@ -122,7 +122,7 @@ def open_dataset(folder: Path, config: Pi0Config, args: argparse.Namespace) -> t
     """In the pool tier, made if it is not there, and no longer in the system's memory."""
     dims = gpu.real_dim(config)
     cameras = {slot: f"{names.LEROBOT_IMAGES}.{slot}" for slot in config.cameras[: args.cameras]}
-    robot = generic(name="arm", state_dim=dims, action_dim=dims, cameras=cameras)
+    robot = make_robot(name="arm", state_dim=dims, action_dim=dims, cameras=cameras)
     root = folder / f"{args.episodes}x{args.steps}x{len(cameras)}x{args.size}-{dims}{'-png' if args.decode else ''}"
     if not (root / INFO_FILE).exists():
         write_dataset(root, list(cameras.values()), dims, args)

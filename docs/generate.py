@@ -1,4 +1,4 @@
-"""Generates docs/cli.md and docs/recipes.md from the code.
+"""Generates docs/cli.md, docs/recipes.md and docs/api.md from the code.
 
     python docs/generate.py              write them (`make docs` runs this first)
     python docs/generate.py --check      write nothing; exit with 1 if they are out of date
@@ -8,11 +8,14 @@ because its printed help differs between Python versions.
 """
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+import pirl
 from pirl import recipes
 from pirl.cli import app
 from pirl.config import RLTrainConfig
@@ -50,6 +53,22 @@ pirl plan acrlpd_libero_lora --device-gb 24    # does it fit?
 
 Chunk is `model.horizon`, the actions per plan; in parentheses how many of them the critic scores
 (`data.critic_horizon`). A RIPT step is one iteration: collect groups of rollouts, then learn from them.
+"""
+
+API_INTRO = """\
+`import pirl` is enough for a script. It imports nothing heavy: jax, the simulators and the decoders load with the first
+name that needs them.
+
+```python
+import pirl
+
+config = pirl.get_config("debug_bc")  # a recipe; change it with dataclasses.replace
+pirl.train(config)  # what `pirl train debug_bc` does
+policy = pirl.open_checkpoint(config.run_dir)  # the latest step; best=True: the best
+chunk = policy.chunk({"state": ..., "image": ...})  # actions in the robot's units
+```
+
+Programs to start from: [examples](examples.md). Names that are not listed here may change between versions.
 """
 
 PURPOSES = {
@@ -95,7 +114,7 @@ COLUMNS = ("recipe", "for", "algorithm", "model, what trains", "data", "environm
 
 def pages() -> dict[Path, str]:
     """Every generated page with its text."""
-    return {DOCS / "cli.md": cli_page(), DOCS / "recipes.md": recipes_page()}
+    return {DOCS / "cli.md": cli_page(), DOCS / "recipes.md": recipes_page(), DOCS / "api.md": api_page()}
 
 
 def cli_page() -> str:
@@ -235,6 +254,90 @@ def shell(commands: Sequence[tuple[str, ...]]) -> str:
     width = max((len(command) for command, *comment in commands if comment), default=0)
     lines = [f"{command:{width}}  # {comment[0]}" if comment else command for command, *comment in commands]
     return "\n".join(["```bash", *lines, "```"]) + "\n"
+
+
+def api_page() -> str:
+    """The names of `import pirl`, by the sections of its table, with their signatures and docstrings."""
+    source = Path(pirl.__file__).read_text(encoding="utf-8")
+    table = source.partition("_NAMES = {\n")[2].partition("\n}\n")[0]
+    parts = ["# Python API\n", MARK, API_INTRO]
+    for line in table.splitlines():
+        if heading := re.fullmatch(r" +# (.+)\.", line):
+            parts.append(f"## {heading[1]}\n")
+        elif entry := re.fullmatch(r' +"(\w+)": "([\w.]+)",', line):
+            parts += api_entry(*entry.groups())
+        else:
+            raise ValueError(f"neither a section nor a name: {line}")
+    return "\n".join(parts)
+
+
+def api_entry(name: str, module: str) -> Iterator[str]:
+    """A function or class, read from its source: the annotations as they are written."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    (node,) = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
+    yield f"### {name}\n"
+    if isinstance(node, ast.FunctionDef):
+        yield f"```text\n{signature(node)}\n```\n"
+        yield documented(node)
+        return
+    methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
+    if "__init__" in methods:
+        yield f"```text\n{signature(methods['__init__'], name)}\n```\n"
+    yield documented(node)
+    if "__init__" in methods and ast.get_docstring(methods["__init__"]):
+        yield documented(methods["__init__"])
+    if module.endswith(".config"):
+        yield "Its fields are the settings of a run: `pirl recipes show RECIPE` explains each.\n"
+        return
+    if rows := list(fields(node)):
+        yield "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows]) + "\n"
+    public = [n for n in methods.values() if not n.name.startswith("_") and ast.get_docstring(n)]
+    if public:
+        yield "\n".join(["| method | |", "|---|---|", *map(method, public)]) + "\n"
+
+
+def signature(node: ast.FunctionDef, name: str = "") -> str:
+    """`name(arguments) -> result`, one argument a line where it is long."""
+    arguments = ast.unparse(node.args).removeprefix("self, ").removeprefix("self")
+    result = f" -> {ast.unparse(node.returns)}" if node.returns and not name else ""
+    short = f"{name or node.name}({arguments}){result}"
+    if len(short) <= 100:
+        return short
+    lines = re.split(r", (?![^\[({]*[\])}])", arguments)
+    return "\n".join([f"{name or node.name}(", *(f"    {line}," for line in lines), f"){result}"])
+
+
+def documented(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """The docstring as a paragraph."""
+    return (ast.get_docstring(node) or "") + "\n"
+
+
+def fields(node: ast.ClassDef) -> Iterator[str]:
+    """A row for each field of a dataclass, protocol or typed dictionary that has a docstring."""
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
+            continue
+        about = " ".join(ast.literal_eval(text.value).split())
+        value = "" if field.value is None else ast.unparse(field.value)
+        default = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", value)
+        yield table_row(
+            f"`{ast.unparse(field.target)}`", f"`{ast.unparse(field.annotation)}`", default and f"`{default}`", about
+        )
+
+
+def method(node: ast.FunctionDef) -> str:
+    """A row for a method or property."""
+    is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
+    shown = node.name if is_property else signature(node).replace("\n", "").replace("    ", " ")
+    return table_row(f"`{shown}`", " ".join((ast.get_docstring(node) or "").split()))
+
+
+def table_row(*cells: str) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main() -> int:

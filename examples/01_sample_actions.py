@@ -14,29 +14,26 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from pirl.checkpoints.openpi import save_openpi
-from pirl.models.pi0 import Pi0
-from pirl.recipes import get_config
-from pirl.training.acting import open_checkpoint
+import pirl
 
 parser = argparse.ArgumentParser()
 parser.add_argument("checkpoint", nargs="?", help="a step's folder, or a gs:// or hf:// address")
 parser.add_argument("--recipe", default="bc_tabletop", help="says which model and robot it is for")
 args = parser.parse_args()
-config = get_config(args.recipe)
+config = pirl.get_config(args.recipe)
 robot = config.robot
 
 if args.checkpoint is None:
     sizes = {"state": robot.state_dim, "actions": robot.action_dim}
     stats = {key: {"mean": np.zeros(size), "std": np.ones(size)} for key, size in sizes.items()}
-    weights = jax.jit(Pi0(config.model).init)(jax.random.key(0))
-    args.checkpoint = save_openpi(
+    weights = jax.jit(pirl.Pi0(config.model).init)(jax.random.key(0))
+    args.checkpoint = pirl.save_openpi(
         weights, "example_runs/tiny_pi0", norm_stats={"demos/tabletop": stats}, overwrite=True
     )
 
 # The policy is compiled for as many observations at a time as there are environments: here, one.
 config = replace(config, rollout=replace(config.rollout, num_envs=1))
-acting = open_checkpoint(args.checkpoint, config=config)
+acting = pirl.open_checkpoint(args.checkpoint, config=config)
 
 # An observation has the robot's own keys, units and picture sizes; resizing and normalising is not your business.
 pictures = {robot.cameras[slot][0]: np.zeros((224, 224, 3), np.uint8) for slot in config.cameras}

@@ -11,14 +11,7 @@ import argparse
 import jax
 import numpy as np
 
-from pirl.data.config import DataConfig
-from pirl.data.create import create_acrlpd_data_loader, create_source, create_transform
-from pirl.data.inspection import inspect
-from pirl.data.robots import get_robot
-from pirl.data.stats import compute_norm_stats
-from pirl.envs.config import TabletopConfig
-from pirl.rollout.pool import LocalPool
-from pirl.rollout.record import RolloutRecorder, expert_rollouts, recording_contexts
+import pirl
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--dataset", help="a LeRobot dataset: a folder, or a repo id")
@@ -27,20 +20,22 @@ parser.add_argument("--tokenizer", default="word", help="paligemma, word, byte, 
 args = parser.parse_args()
 
 if args.dataset is None:
-    args.dataset, table = "example_runs/tabletop", TabletopConfig(level="easy")
-    with LocalPool(table, 1) as pool:
+    args.dataset, table = "example_runs/tabletop", pirl.TabletopConfig(level="easy")
+    with pirl.LocalPool(table, 1) as pool:
         info = pool.info
-    with RolloutRecorder(args.dataset, info=info, existing="overwrite") as recorder:
-        for rollout in expert_rollouts(table, recording_contexts(info, 20, "train"), dials=None, seed=0):
+    contexts = pirl.recording_contexts(info, 20, "train")
+    with pirl.RolloutRecorder(args.dataset, info=info, existing="overwrite") as recorder:
+        for rollout in pirl.expert_rollouts(table, contexts, dials=None, seed=0):
             recorder.add(rollout)
-print(inspect(args.dataset), end="\n\n")
+print(pirl.inspect_dataset(args.dataset), end="\n\n")
 
 HORIZON = 4  # actions of a chunk; the critic scores all of them
-robot = get_robot(args.robot)
-config = DataConfig(repo_ids=(args.dataset,), robot=args.robot, tokenizer=args.tokenizer, outcome="columns")
-stats = compute_norm_stats(create_source(config, robot), robot, HORIZON)
-transform = create_transform(config, horizon=HORIZON, norm_stats=stats, image_size=64)
-with create_acrlpd_data_loader(config, transform=transform, horizon=HORIZON, discount=0.99, batch_size=64) as loader:
+robot = pirl.get_robot(args.robot)
+config = pirl.DataConfig(repo_ids=(args.dataset,), robot=args.robot, tokenizer=args.tokenizer, outcome="columns")
+stats = pirl.compute_norm_stats(pirl.create_source(config, robot), robot, HORIZON)
+transform = pirl.create_transform(config, horizon=HORIZON, norm_stats=stats, image_size=64)
+sizes = {"horizon": HORIZON, "batch_size": 64}
+with pirl.create_acrlpd_data_loader(config, transform=transform, discount=0.99, **sizes) as loader:
     batch = loader.sample_batch()
 
 for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

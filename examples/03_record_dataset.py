@@ -11,10 +11,7 @@ import gymnasium
 import my_simulator
 import numpy as np
 
-from pirl.data.config import DataConfig
-from pirl.data.create import create_source
-from pirl.data.inspection import inspect
-from pirl.data.writer import LeRobotWriter
+import pirl
 
 FOLDER = "example_runs/reach"
 FEATURES = {
@@ -26,7 +23,7 @@ FEATURES = {
 }
 env, rng = gymnasium.make("Reach-v0", render_mode="rgb_array"), np.random.default_rng(0)
 
-with LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", existing="overwrite") as writer:
+with pirl.LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", existing="overwrite") as writer:
     for number in range(20):
         state, _ = env.reset(seed=number)
         aim = rng.choice([1.0, -1.0], p=[0.7, 0.3])  # this operator sometimes walks away from the goal
@@ -42,11 +39,11 @@ with LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", existi
         else:
             writer.save_episode(task="reach the goal")
 
-print(inspect(FOLDER), end="\n\n")
+print(pirl.inspect_dataset(FOLDER), end="\n\n")
 
 # Read back as training reads it. Failures ran out of time, and `next.truncated` says so: the critic bootstraps there.
 # Without that column a labelled failure ends the task, and its last actions are worth nothing (`data.failure`).
-source = create_source(DataConfig(repo_ids=(FOLDER,), outcome="columns"), my_simulator.POINT)
+source = pirl.open_dataset(FOLDER, my_simulator.POINT, outcome="columns")
 for index in range(6):
     episode = source.episode(index)
     print(f"episode {index}: {len(episode)} steps, success {episode.success}, terminated {episode.terminated[-1]}")

@@ -10,17 +10,7 @@ are fields of `config.data` and `config.model`; every field is explained by `pir
 import argparse
 from dataclasses import replace
 
-from pirl.config import RLTrainConfig
-from pirl.data.create import create_source
-from pirl.data.normalize import save_norm_stats
-from pirl.data.stats import compute_norm_stats
-from pirl.recipes import get_config
-from pirl.rollout.contexts import fixed_contexts
-from pirl.rollout.evaluate import evaluate
-from pirl.rollout.pool import LocalPool
-from pirl.rollout.record import RolloutRecorder, expert_rollouts, recording_contexts
-from pirl.training.acting import open_checkpoint
-from pirl.training.loop import train
+import pirl
 
 parser = argparse.ArgumentParser()
 for flag, default in (("--demos", 60), ("--bc-steps", 30), ("--acrlpd-steps", 15), ("--episodes", 40)):
@@ -28,9 +18,9 @@ for flag, default in (("--demos", 60), ("--bc-steps", 30), ("--acrlpd-steps", 15
 args = parser.parse_args()
 
 
-def adapted(name: str, steps: int) -> RLTrainConfig:
+def adapted(name: str, steps: int) -> pirl.RLTrainConfig:
     """A recipe with its data, statistics and checkpoints in one folder, and without evaluations on the way."""
-    config = get_config(name)
+    config = pirl.get_config(name)
     data = replace(config.data, repo_ids=("example_runs/demos",), assets_dir="example_runs/assets")
     checkpoint = replace(config.checkpoint, base_dir="example_runs/checkpoints")
     rollout = replace(config.rollout, num_envs=args.episodes)
@@ -39,19 +29,20 @@ def adapted(name: str, steps: int) -> RLTrainConfig:
 
 bc, acrlpd = adapted("bc_tabletop", args.bc_steps), adapted("acrlpd_tabletop", args.acrlpd_steps)
 # The critic learns alone at first, for the recipe's share of the steps.
-alone = acrlpd.agent.actor_warmup_steps * args.acrlpd_steps // get_config("acrlpd_tabletop").num_train_steps
+alone = acrlpd.agent.actor_warmup_steps * args.acrlpd_steps // pirl.get_config("acrlpd_tabletop").num_train_steps
 acrlpd = replace(acrlpd, agent=replace(acrlpd.agent, actor_warmup_steps=alone))
-with LocalPool(bc.env, args.episodes) as pool:
-    with RolloutRecorder(bc.data.repo_ids[0], info=pool.info, existing="overwrite") as recorder:
-        for rollout in expert_rollouts(bc.env, recording_contexts(pool.info, args.demos, "train"), dials=None, seed=0):
+with pirl.LocalPool(bc.env, args.episodes) as pool:
+    with pirl.RolloutRecorder(bc.data.repo_ids[0], info=pool.info, existing="overwrite") as recorder:
+        contexts = pirl.recording_contexts(pool.info, args.demos, "train")
+        for rollout in pirl.expert_rollouts(bc.env, contexts, dials=None, seed=0):
             recorder.add(rollout)
-    stats = compute_norm_stats(create_source(bc.data, bc.robot), bc.robot, bc.horizon)
-    save_norm_stats("example_runs/assets/demos", stats, overwrite=True)
+    stats = pirl.compute_norm_stats(pirl.create_source(bc.data, bc.robot), bc.robot, bc.horizon)
+    pirl.save_norm_stats("example_runs/assets/demos", stats, overwrite=True)
 
-    train(bc, overwrite=True)
-    train(replace(acrlpd, init_weights=str(bc.run_dir / str(args.bc_steps))), overwrite=True)
+    pirl.train(bc, overwrite=True)
+    pirl.train(replace(acrlpd, init_weights=str(bc.run_dir / str(args.bc_steps))), overwrite=True)
 
     for config in (bc, acrlpd):  # on states that nothing was trained on, the same for both
-        policy = open_checkpoint(config.run_dir).use(seed=0)
-        result = evaluate(pool, policy, fixed_contexts(pool.info, args.episodes, "test"))
+        policy = pirl.open_checkpoint(config.run_dir).use(seed=0)
+        result = pirl.evaluate(pool, policy, pirl.fixed_contexts(pool.info, args.episodes, "test"))
         print(f"{config.name}: success {result.success} in {args.episodes} episodes")

@@ -13,38 +13,31 @@ import jax
 import jax.numpy as jnp
 from my_simulator import POINT, REACH
 
-from pirl.data.transforms import Transform
-from pirl.envs import GymEnv
-from pirl.models.observation import Observation
-from pirl.rollout.check import check_env
-from pirl.rollout.contexts import fixed_contexts
-from pirl.rollout.evaluate import compare, evaluate
-from pirl.rollout.policy import ChunkPolicy
-from pirl.rollout.pool import LocalPool
+import pirl
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--episodes", type=int, default=200)
 args = parser.parse_args()
 
 # Steps it for real and compares what it shows with what the robot reads; a fault is an error that names it.
-print(check_env(GymEnv(REACH), POINT), end="\n\n")
+print(pirl.check_env(pirl.GymEnv(REACH), POINT), end="\n\n")
 
 
-def act(noise: Any, observation: Observation, keys: jax.Array) -> jax.Array:
+def act(noise: Any, observation: pirl.Observation, keys: jax.Array) -> jax.Array:
     """Four steps straight towards the goal, disturbed by `noise`: the policy's "weights"."""
     direction = (observation.state[:, 2:] - observation.state[:, :2])[:, None]
     chunk = jnp.clip(direction, -1, 1) * jnp.ones((1, 4, 1))
     return chunk + noise * jax.vmap(lambda key: jax.random.normal(key, (4, 2)))(keys)
 
 
-transform = Transform(robot=POINT, norm_stats=None, tokenizer=None, action_dim=2, state_dim=4)
-policy = ChunkPolicy(act, transform, batch_size=32, execute=4, cameras=())
-with LocalPool(REACH, 32) as pool:  # rollout.workers.ProcessPool for simulators that take their time
-    contexts = fixed_contexts(pool.info, args.episodes, "test")  # the same initial states every time
-    steady = evaluate(pool, policy.use(0.0, jax.random.key(0)), contexts)
-    shaky = evaluate(pool, policy.use(2.0, jax.random.key(0)), contexts)
+transform = pirl.Transform(robot=POINT, norm_stats=None, tokenizer=None, action_dim=2, state_dim=4)
+policy = pirl.ChunkPolicy(act, transform, batch_size=32, execute=4, cameras=())
+with pirl.LocalPool(REACH, 32) as pool:  # pirl.ProcessPool for simulators that take their time
+    contexts = pirl.fixed_contexts(pool.info, args.episodes, "test")  # the same initial states every time
+    steady = pirl.evaluate(pool, policy.use(0.0, jax.random.key(0)), contexts)
+    shaky = pirl.evaluate(pool, policy.use(2.0, jax.random.key(0)), contexts)
 
 print(f"steady: {steady.success}, mean steps {steady.metrics()['eval/length']:.1f}")
 print(f"shaky:  {shaky.success}, mean steps {shaky.metrics()['eval/length']:.1f}")
-pairs = compare(shaky, steady)
+pairs = pirl.compare(shaky, steady)
 print(f"difference {pairs.difference:+.3f}, p = {pairs.p_value:.2g} (McNemar, exact, on the same initial states)")

@@ -12,37 +12,31 @@ import argparse
 import numpy as np
 from my_simulator import REACH
 
-from pirl.agents.config import RIPTConfig
-from pirl.config import RLTrainConfig
-from pirl.data.config import DataConfig
-from pirl.data.normalize import NormStats, save_norm_stats
-from pirl.models.config import MLPFlowConfig
-from pirl.rollout.config import EvalConfig, RolloutConfig
-from pirl.training.config import CheckpointConfig, ConstantSchedule
-from pirl.training.loop import train
+import pirl
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=20)
 args = parser.parse_args()
 
 # Statistics come from a dataset where there is one (example 04); here it is known what states and actions are like.
-stats = {"state": NormStats(mean=np.zeros(4), std=np.ones(4)), "actions": NormStats(mean=np.zeros(2), std=np.ones(2))}
-save_norm_stats("example_runs/assets/point", stats, overwrite=True)
+sizes = {"state": 4, "actions": 2}
+stats = {name: pirl.NormStats(mean=np.zeros(size), std=np.ones(size)) for name, size in sizes.items()}
+pirl.save_norm_stats("example_runs/assets/point", stats, overwrite=True)
 
-config = RLTrainConfig(
+config = pirl.RLTrainConfig(
     name="ript_reach",
     exp_name="first",
-    model=MLPFlowConfig(state_dim=4, action_dim=2, horizon=4, hidden=(64, 64)),
-    agent=RIPTConfig(group_size=8, groups_per_iteration=16, max_attempts=1.0, epochs=4, drift_limit=None),
-    data=DataConfig(robot=REACH.robot, asset_id="point", assets_dir="example_runs/assets", tokenizer="none"),
+    model=pirl.MLPFlowConfig(state_dim=4, action_dim=2, horizon=4, hidden=(64, 64)),
+    agent=pirl.RIPTConfig(group_size=8, groups_per_iteration=16, max_attempts=1.0, epochs=4, drift_limit=None),
+    data=pirl.DataConfig(robot=REACH.robot, asset_id="point", assets_dir="example_runs/assets", tokenizer="none"),
     env=REACH,
-    rollout=RolloutConfig(num_envs=128, flow_steps=5),
-    evaluation=EvalConfig(interval=10, episodes=128),
-    policy_schedule=ConstantSchedule(lr=2e-3),
-    checkpoint=CheckpointConfig(base_dir="example_runs/checkpoints", save_interval=1, keep_last=args.iterations),
+    rollout=pirl.RolloutConfig(num_envs=128, flow_steps=5),
+    evaluation=pirl.EvalConfig(interval=10, episodes=128),
+    policy_schedule=pirl.ConstantSchedule(lr=2e-3),
+    checkpoint=pirl.CheckpointConfig(base_dir="example_runs/checkpoints", save_interval=1, keep_last=args.iterations),
     batch_size=128,
     num_train_steps=args.iterations,
     log_interval=5,
 )
-train(config, overwrite=True)
+pirl.train(config, overwrite=True)
 print(f"checkpoints, metrics.jsonl and config.yaml are in {config.run_dir}; compare two of them: example 09")

@@ -12,14 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pirl.data.config import DataConfig
-from pirl.data.create import create_transform
-from pirl.data.replay import MemorySource
-from pirl.data.robots import generic
-from pirl.data.stats import compute_norm_stats
-from pirl.records import Episode
+import pirl
 
-SO100 = generic(
+SO100 = pirl.make_robot(
     name="so100",
     state_dim=6,
     action_dim=6,
@@ -33,22 +28,23 @@ SO100 = generic(
 HORIZON, rng = 10, np.random.default_rng(0)
 
 
-def episode() -> Episode:
+def episode() -> pirl.Episode:
     """Stands for one of your recordings: joints that follow what they were told a step ago."""
     actions = np.cumsum(rng.normal(0, 0.05, (40, 6)), 0).astype(np.float32)
     state, last = np.concatenate([np.zeros((1, 6), np.float32), actions[:-1]]), np.arange(40) == 39
     ends: dict[str, Any] = {"terminated": last, "truncated": np.zeros(40, bool), "success": True}
-    return Episode(task="pick up the block", state=state, actions=actions, rewards=last.astype(np.float32), **ends)
+    ends |= {"rewards": last.astype(np.float32)}
+    return pirl.Episode(task="pick up the block", state=state, actions=actions, **ends)
 
 
 episodes = [episode() for _ in range(5)]
-stats = compute_norm_stats(MemorySource(cameras=(), items=[(one, {}) for one in episodes]), SO100, HORIZON)
+stats = pirl.compute_norm_stats(pirl.MemorySource(cameras=(), items=[(one, {}) for one in episodes]), SO100, HORIZON)
 print("joints relative, gripper absolute; spread of the actions:", np.round(stats["actions"].std, 3))
 
 # What the robot says at a moment, and what it was told next. A recording read by the loader goes through the same.
 pictures = {name: np.full((480, 640, 3), 90, np.uint8) for name in ("front", "wrist")}
 raw = {"state": episodes[0].state[7], "images": pictures, "actions": episodes[0].actions[7 : 7 + HORIZON]}
-transform = create_transform(DataConfig(tokenizer="byte"), horizon=HORIZON, robot=SO100, norm_stats=stats)
+transform = pirl.create_transform(pirl.DataConfig(tokenizer="byte"), horizon=HORIZON, robot=SO100, norm_stats=stats)
 sample = transform.train_sample(raw)
 for name, image in sample["image"].items():
     print(f"{name}: {image.shape}, {'there' if sample['image_mask'][name] else 'not on this robot: masked'}")

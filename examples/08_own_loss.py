@@ -15,13 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pirl
 from pirl.agents.bc import BC
-from pirl.build import build_agent
 from pirl.models import flow
-from pirl.models.config import MLPFlowConfig
-from pirl.recipes import get_config
-from pirl.training.acting import open_checkpoint
-from pirl.training.loop import train
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
@@ -42,10 +38,10 @@ class SmoothBC(BC):
         return flow.chunk_loss(jnp.square(v - u)) + self.smoothness * jnp.square(acceleration).mean((1, 2, 3))
 
 
-recipe = get_config("debug_bc")  # demonstrations made on the spot; here without pictures, for a small network
+recipe = pirl.get_config("debug_bc")  # demonstrations made on the spot; here without pictures, for a small network
 config = replace(
     recipe,
-    model=MLPFlowConfig(state_dim=2, action_dim=2, horizon=6, hidden=(64, 64)),
+    model=pirl.MLPFlowConfig(state_dim=2, action_dim=2, horizon=6, hidden=(64, 64)),
     data=replace(recipe.data, cameras=(), tokenizer="none"),
     checkpoint=replace(recipe.checkpoint, base_dir="example_runs/checkpoints", save_interval=args.steps),
     num_train_steps=args.steps,
@@ -53,7 +49,7 @@ config = replace(
 )
 for name, smoothness in (("plain", 0.0), ("smooth", 1.0)):
     config = replace(config, exp_name=name)
-    train(config, overwrite=True, agent=SmoothBC(**vars(build_agent(config)), smoothness=smoothness))
-    acting = open_checkpoint(config.run_dir)
+    pirl.train(config, overwrite=True, agent=SmoothBC(**vars(pirl.build_agent(config)), smoothness=smoothness))
+    acting = pirl.open_checkpoint(config.run_dir)
     chunks = [acting.chunk({"state": np.zeros(2, np.float32)}, seed=seed) for seed in range(64)]
     print(f"{name}: mean squared acceleration of 64 chunks {np.square(np.diff(chunks, n=2, axis=1)).mean():.4f}")

@@ -10,12 +10,7 @@ same and keeps the result; `pirl report` makes the same page.
 import argparse
 from pathlib import Path
 
-from pirl.report.page import build_page, write_page
-from pirl.report.run import read_runs
-from pirl.rollout.contexts import fixed_contexts
-from pirl.rollout.evaluate import compare, evaluate
-from pirl.training.acting import open_checkpoint
-from pirl.training.build import build_pool
+import pirl
 
 RUN = Path("example_runs/checkpoints/ript_reach/first")
 parser = argparse.ArgumentParser()
@@ -25,10 +20,10 @@ parser.add_argument("--episodes", type=int, default=200)
 parser.add_argument("--report", type=Path, default=Path("example_runs/report.html"))
 args = parser.parse_args()
 
-checkpoints = [open_checkpoint(path) for path in (args.first, args.second)]  # they know model, robot and simulator
-with build_pool(checkpoints[0].found.config) as pool:
-    contexts = fixed_contexts(pool.info, args.episodes, "test")  # test: for results; validation: for choosing
-    first, second = (evaluate(pool, one.use(seed=0), contexts) for one in checkpoints)
+checkpoints = [pirl.open_checkpoint(path) for path in (args.first, args.second)]  # they know model, robot and simulator
+with pirl.build_pool(checkpoints[0].found.config) as pool:
+    contexts = pirl.fixed_contexts(pool.info, args.episodes, "test")  # test: for results; validation: for choosing
+    first, second = (pirl.evaluate(pool, one.use(seed=0), contexts) for one in checkpoints)
 
 for one, result in zip(checkpoints, (first, second), strict=True):
     print(f"{one.found.folder}: success {result.success} (Wilson, 95 %)")
@@ -36,9 +31,9 @@ for one, result in zip(checkpoints, (first, second), strict=True):
         print(f"    {task}: {rate}")
 
 # Intervals may overlap and the difference be real: only initial states where the two differ tell which is better.
-pairs = compare(first, second)
+pairs = pirl.compare(first, second)
 print(f"only the first succeeds {pairs.only_first} times, only the second {pairs.only_second} times, ", end="")
 print(f"both {pairs.both}, neither {pairs.neither}: difference {pairs.difference:+.3f}, p = {pairs.p_value:.2g}")
 
 runs = dict.fromkeys(one.found.run for one in checkpoints if one.found.run is not None)
-print("report:", write_page(args.report, build_page(read_runs(list(runs)), {})))
+print("report:", pirl.write_report(list(runs), args.report))

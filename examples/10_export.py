@@ -13,13 +13,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import pirl
 from pirl.checkpoints.inspect import describe, render
-from pirl.checkpoints.openpi import save_openpi
-from pirl.checkpoints.pytorch import save_pytorch
 from pirl.checkpoints.weights import load, load_openpi
-from pirl.models.config import get_preset
 from pirl.models.params import flatten
-from pirl.models.pi0 import Pi0
 
 parser = argparse.ArgumentParser()
 parser.add_argument("checkpoint", nargs="?", type=Path, help="a step's folder")
@@ -29,16 +26,16 @@ OUT = Path("example_runs/export")
 
 if args.checkpoint is None:
     stats = {"state": {"mean": [0.0] * 4, "std": [1.0] * 4}, "actions": {"mean": [0.0] * 3, "std": [1.0] * 3}}
-    weights = jax.jit(Pi0(get_preset("pi0_tiny")).init)(jax.random.key(0))
-    args.checkpoint = save_openpi(weights, OUT / "trained", norm_stats={"tabletop": stats}, overwrite=True)
+    weights = jax.jit(pirl.Pi0(pirl.get_preset("pi0_tiny")).init)(jax.random.key(0))
+    args.checkpoint = pirl.save_openpi(weights, OUT / "trained", norm_stats={"tabletop": stats}, overwrite=True)
 print(render(describe(args.checkpoint)), end="\n\n")
 
 # The statistics go wherever the weights go: without them the same weights move a robot wrongly.
 params = load_openpi(args.checkpoint)
 assets = args.checkpoint / "assets"
 stats = {file.parent.relative_to(assets).as_posix(): file for file in assets.rglob("norm_stats.json")}
-openpi = save_openpi(params, OUT / "openpi", norm_stats=stats, overwrite=True)
-torch = save_pytorch(
+openpi = pirl.save_openpi(params, OUT / "openpi", norm_stats=stats, overwrite=True)
+torch = pirl.save_pytorch(
     params, OUT / "pytorch", action_horizon=args.horizon, dtype="float32", norm_stats=stats, overwrite=True
 )
 

@@ -10,8 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from pirl.data.robots import generic
-from pirl.envs import GymConfig
+import pirl
 
 
 class Reach(gymnasium.Env):
@@ -48,5 +47,5 @@ class Reach(gymnasium.Env):
 
 gymnasium.register("Reach-v0", entry_point=Reach, max_episode_steps=12)
 
-POINT = generic(name="point", state_dim=4, action_dim=2)
-REACH = GymConfig(id="my_simulator:Reach-v0", robot="my_simulator:POINT", prompt="reach the goal")
+POINT = pirl.make_robot(name="point", state_dim=4, action_dim=2)
+REACH = pirl.GymConfig(id="my_simulator:Reach-v0", robot="my_simulator:POINT", prompt="reach the goal")

@@ -28,7 +28,7 @@ from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import NormStats
 from pirl.data.replay import MemorySource, ReplayBuffer
 from pirl.data.resize import pad
-from pirl.data.robots import generic, get_robot
+from pirl.data.robots import get_robot, make_robot
 from pirl.data.tokenizer import ByteTokenizer, WordTokenizer
 from pirl.data.writer import LeRobotWriter
 from pirl.errors import ConfigError, DataError, PirlWarning
@@ -182,7 +182,7 @@ def test_statistics_go_by_the_asset_id(tmp_path: Path) -> None:
         create_transform(config(tmp_path, root, asset_id="mine"), horizon=HORIZON)
     with pytest.raises(ConfigError, match="neither asset_id nor repo_ids"):
         create_transform(config(tmp_path), horizon=HORIZON)
-    own = generic(name="my arm", state_dim=14, action_dim=14)
+    own = make_robot(name="my arm", state_dim=14, action_dim=14)
     with pytest.raises(DataError, match="compute_norm_stats"):
         create_transform(config(tmp_path, root), horizon=HORIZON, robot=own)
     assert create_transform(config(tmp_path, root), horizon=HORIZON, robot=own, norm_stats=plain_stats()).robot == own

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pirl.data.dataset import LeRobotSource, MixedSource
-from pirl.data.inspection import inspect
+from pirl.data.inspection import inspect_dataset
 from pirl.data.replay import ReplayBuffer
 from pirl.data.writer import LeRobotWriter
 from pirl.errors import DataError
@@ -53,11 +53,11 @@ def test_every_row_keeps_its_flag(tmp_path: Path, dtype: str) -> None:
 def test_a_dataset_that_does_not_say_has_none(tmp_path: Path) -> None:
     root = recorded(tmp_path / "data", column=None)
     assert LeRobotSource(root, cameras={}).episode(0).intervention is None
-    assert "interventions" not in str(inspect(root))
+    assert "interventions" not in str(inspect_dataset(root))
 
 
 def test_an_inspection_counts_corrections_episodes_and_frames(tmp_path: Path) -> None:
-    text = str(inspect(recorded(tmp_path / "data")))
+    text = str(inspect_dataset(recorded(tmp_path / "data")))
     assert "interventions: 2 in 1 of 2 episodes, 3 of 10 frames (30.0%)" in text
 
 

@@ -17,7 +17,7 @@ from pirl.data import labels, lerobot
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
 from pirl.data.dataset import LeRobotSource
-from pirl.data.inspection import inspect
+from pirl.data.inspection import inspect_dataset
 from pirl.data.label_columns import write_success
 from pirl.data.labels import LABELS_FILE, Label
 from pirl.data.outcomes import OutcomeRule
@@ -191,7 +191,7 @@ def test_inspect_shows_labels_conflicts_and_pictures(
     dataset_copy: Copy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = dataset_copy("v21_video")
-    assert inspect(root).labels == ""
+    assert inspect_dataset(root).labels == ""
     for index, outcome in enumerate(("success", "failure", "unsure")):
         give(root, index, outcome)
     give(root, 1, "success", by="bob")

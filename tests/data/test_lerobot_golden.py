@@ -15,7 +15,7 @@ from pirl import names
 from pirl.data import lerobot, video
 from pirl.data.cache import CacheConfig
 from pirl.data.dataset import LeRobotSource, MixedSource
-from pirl.data.inspection import inspect
+from pirl.data.inspection import inspect_dataset
 from pirl.data.outcomes import OutcomeRule
 from pirl.data.resize import content_size, pad
 from pirl.data.rows import read_columns
@@ -261,7 +261,7 @@ def test_a_mix_refuses_what_does_not_fit() -> None:
 
 
 def test_an_inspection_tells_what_is_there(dataset_copy: Callable[[str], Path]) -> None:
-    text = str(inspect(GOLDEN / "lerobot/v30_video_multifile"))
+    text = str(inspect_dataset(GOLDEN / "lerobot/v30_video_multifile"))
     for expected in (
         "v3.0",
         "aloha",
@@ -279,7 +279,7 @@ def test_an_inspection_tells_what_is_there(dataset_copy: Callable[[str], Path]) 
     for key in ("next.reward", "next.success"):
         del info["features"][key]
     path.write_text(json.dumps(info))
-    assert "declare an outcome rule" in str(inspect(root))
+    assert "declare an outcome rule" in str(inspect_dataset(root))
 
 
 def test_an_episode_whose_task_changes_is_told(dataset_copy: Callable[[str], Path]) -> None:
@@ -293,7 +293,7 @@ def test_an_episode_whose_task_changes_is_told(dataset_copy: Callable[[str], Pat
     tasks[5] = 1 - tasks[5]
     pq.write_table(table.set_column(table.column_names.index("task_index"), "task_index", pa.array(tasks)), file)
     with pytest.warns(PirlWarning, match="task changes within 1 episodes"):
-        inspect(root)
+        inspect_dataset(root)
 
 
 def test_a_repo_id_is_fetched_once_and_whole(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

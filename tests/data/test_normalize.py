@@ -19,7 +19,7 @@ from pirl.data.normalize import (
     save_norm_stats,
     unnormalize,
 )
-from pirl.data.robots import aloha, generic
+from pirl.data.robots import aloha, make_robot
 from pirl.data.stats import action_chunks, compute_norm_stats
 from pirl.errors import DataError
 from pirl.records import Episode
@@ -250,7 +250,7 @@ def test_dataset_statistics_are_openpis_loader_order() -> None:
 
 
 def test_dataset_statistics_name_the_bad_episode() -> None:
-    robot = generic(name="arm", state_dim=3, action_dim=2)
+    robot = make_robot(name="arm", state_dim=3, action_dim=2)
     good, wrong = episode(5, 3, 2, 0), episode(5, 4, 2, 1)
     with pytest.raises(DataError, match=r"episode 1: robot 'arm': state has shape \(5, 4\), expected 3"):
         compute_norm_stats(Source(good, wrong), robot, 2)

@@ -19,9 +19,9 @@ from pirl.data.robots import (
     aloha_state_from_pi,
     aloha_state_to_pi,
     delta_mask,
-    generic,
     get_robot,
     libero,
+    make_robot,
 )
 from pirl.data.tokenizer import ByteTokenizer
 from pirl.data.transforms import Transform, parse_image
@@ -81,7 +81,7 @@ def test_aloha_units_in_numbers() -> None:
 def test_relative_actions_and_back(data: st.DataObject) -> None:
     lead = data.draw(shapes)
     runs = data.draw(st.lists(st.sampled_from([1, 2, -1, -2]), max_size=2))
-    robot = generic(name="arm", state_dim=5, action_dim=4, relative=tuple(runs))
+    robot = make_robot(name="arm", state_dim=5, action_dim=4, relative=tuple(runs))
     actions = data.draw(hnp.arrays(np.float64, (*lead, 3, 4), elements=joints))
     state = data.draw(hnp.arrays(np.float64, (*lead, 5), elements=joints))
     untouched = actions.copy()
@@ -172,7 +172,7 @@ def test_robots_have_openpis_dimensions() -> None:
 
 
 def test_state_only_robot_without_tokenizer_or_statistics() -> None:
-    robot = generic(name="point", state_dim=6, action_dim=2, state_keys=("qpos",))
+    robot = make_robot(name="point", state_dim=6, action_dim=2, state_keys=("qpos",))
     transform = Transform(robot=robot, norm_stats=None, tokenizer=None, action_dim=2, state_dim=6)
     got = transform.observation({"qpos": np.arange(6.0)})
     assert got["image"] == got["image_mask"] == {}
@@ -303,11 +303,11 @@ def test_impossible_robots_and_transforms_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown robot 'alohaa'\n  hint: did you mean: aloha"):
         get_robot("alohaa")
     with pytest.raises(ConfigError, match="camera slot of robot 'x'"):
-        generic(name="x", state_dim=1, action_dim=1, cameras={"base_rgb": "front"})
+        make_robot(name="x", state_dim=1, action_dim=1, cameras={"base_rgb": "front"})
     with pytest.raises(ConfigError, match="not among its cameras"):
-        generic(name="x", state_dim=1, action_dim=1, optional_cameras=("base_0_rgb",))
+        make_robot(name="x", state_dim=1, action_dim=1, optional_cameras=("base_0_rgb",))
     with pytest.raises(ConfigError, match="delta mask of 3 dimensions"):
-        generic(name="x", state_dim=2, action_dim=4, relative=(3,))
+        make_robot(name="x", state_dim=2, action_dim=4, relative=(3,))
     with pytest.raises(ConfigError, match="adapt_to_pi is for ALOHA"):
         dataclasses.replace(libero(), adapt_to_pi=True)
     with pytest.raises(ConfigError, match="have 8 dimensions, the model has room for 7"):

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from pirl.data.robots import generic, get_robot
+from pirl.data.robots import get_robot, make_robot
 from pirl.envs import Context, GymConfig, GymEnv, Outcome, RobotEnv, check
 from pirl.errors import EnvError
 from pirl.rollout.check import check_env, expected_of
@@ -66,10 +66,10 @@ def test_what_is_strange_is_noted() -> None:
 
 def test_gymnasium_environments() -> None:
     config = GymConfig(id="Pendulum-v1", robot="pendulum", success_key=None, render_key=None)
-    robot = generic(name="pendulum", state_dim=3, action_dim=1)
+    robot = make_robot(name="pendulum", state_dim=3, action_dim=1)
     assert check_env(GymEnv(config), robot).observation["state"] == "float32 of shape (3,)"
     with pytest.raises(EnvError, match=r"state state has shape \(3,\); robot 'other' needs \(4,\)"):
-        check_env(GymEnv(config), generic(name="other", state_dim=4, action_dim=1))
+        check_env(GymEnv(config), make_robot(name="other", state_dim=4, action_dim=1))
     with pytest.raises(EnvError, match=r"PassiveEnvChecker|OrderEnforcing|TimeLimit"):
         check(gymnasium.make("Pendulum-v1"))
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pirl.data.chunks import chunk_actions, known_steps, tabulate
-from pirl.data.robots import generic
+from pirl.data.robots import make_robot
 from pirl.data.transforms import Transform
 from pirl.envs.env import EnvBatch, SeparateEnvs
 from pirl.errors import EnvError, PirlWarning
@@ -23,7 +23,7 @@ from pirl.rollout.pool import LocalPool
 from rollout_envs import CountingEnv, counting
 
 HORIZON, EXECUTE = 4, 3
-ROBOT = generic(name="counting", state_dim=4, action_dim=2, cameras={BASE_CAMERA: "camera 0"})
+ROBOT = make_robot(name="counting", state_dim=4, action_dim=2, cameras={BASE_CAMERA: "camera 0"})
 
 
 def act(weights: Any, observation: Any, keys: Any) -> Any:

@@ -12,7 +12,7 @@ from pirl.data.columns import V21, V30
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
 from pirl.data.lerobot import read_meta
-from pirl.data.robots import generic, get_robot
+from pirl.data.robots import get_robot, make_robot
 from pirl.data.rows import read_columns
 from pirl.data.video import read_frames
 from pirl.data.writer import LeRobotWriter
@@ -170,7 +170,7 @@ def test_pictures_get_names_by_which_the_robot_finds_them(robot: str) -> None:
 
 def test_other_pictures() -> None:
     assert feature_name(get_robot("aloha"), "images/cam_low") == "observation.images.cam_low"
-    odd = generic(name="odd", state_dim=1, action_dim=1, cameras={BASE_CAMERA: "eyes/front"})
+    odd = make_robot(name="odd", state_dim=1, action_dim=1, cameras={BASE_CAMERA: "eyes/front"})
     with pytest.raises(ConfigError, match=r"no dataset can have\n.*observation\.images\.front"):
         feature_name(odd, "eyes/front")
 

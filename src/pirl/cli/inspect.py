@@ -62,10 +62,10 @@ def data(args: argparse.Namespace) -> Iterator[str]:
     """A dataset's summary."""
     from pirl.data.config import DataConfig
     from pirl.data.held_out import describe
-    from pirl.data.inspection import draw_ends, inspect
+    from pirl.data.inspection import draw_ends, inspect_dataset
 
     split = DataConfig(held_out=args.held_out, seed=args.seed)
-    found = inspect(args.location)
+    found = inspect_dataset(args.location)
     yield str(found)
     if args.held_out:
         yield describe(found.success, found.indices, split.held_out, split.seed)

@@ -12,7 +12,7 @@ import numpy as np
 from pirl import names
 from pirl.data import lerobot, synthetic, video
 from pirl.data.cache import CacheConfig
-from pirl.data.config import DataConfig
+from pirl.data.config import DataConfig, Rule
 from pirl.data.dataset import LeRobotSource, MixedSource, successful
 from pirl.data.held_out import split
 from pirl.data.loader import ACRLPDDataLoader
@@ -118,6 +118,14 @@ def create_transform(
         image_size=(image_size, image_size),
         default_prompt=default_prompt,
     )
+
+
+def open_dataset(
+    dataset: str | Path, robot: Robot | str, *, outcome: Rule = "auto", image_size: int = 224
+) -> EpisodeSource:
+    """A LeRobot dataset (a folder or a repo id) as training reads it: episodes, rewards, ends, pictures on demand."""
+    config = DataConfig(repo_ids=(str(dataset),), outcome=outcome)
+    return create_source(config, get_robot(robot) if isinstance(robot, str) else robot, image_size=image_size)
 
 
 def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) -> EpisodeSource:

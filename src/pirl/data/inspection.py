@@ -78,7 +78,7 @@ class Inspection:
         )
 
 
-def inspect(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
+def inspect_dataset(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
     """Read and check everything but the pictures."""
     meta, columns = read_dataset(lerobot.resolve(path))
     lerobot.check_files(meta, meta.cameras)

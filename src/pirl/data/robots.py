@@ -1,7 +1,7 @@
 """Robots as data: where their cameras, state and actions are found, and the step between their units and the model's.
 
 A robot's units are what its driver and its datasets speak; the model's are what π₀ was pretrained on. Normalisation and
-padding come after (see `transforms`). Adding a robot is one entry here, or `generic(...)` in a module of one's own.
+padding come after (see `transforms`). Adding a robot is one entry here, or `make_robot(...)` in a module of one's own.
 """
 
 from collections.abc import Collection, Mapping
@@ -309,7 +309,7 @@ def droid(*, name: str = "droid", joint_position: bool = False, prompt: str | No
     )
 
 
-def generic(
+def make_robot(
     *,
     name: str,
     state_dim: int,
@@ -363,7 +363,7 @@ ROBOTS: Mapping[str, Robot] = {
         droid(),
         droid(name="droid_joint_position", joint_position=True),
         # The embedded simulator, `envs.tabletop`.
-        generic(
+        make_robot(
             name="tabletop",
             state_dim=4,
             action_dim=3,
@@ -374,15 +374,15 @@ ROBOTS: Mapping[str, Robot] = {
             optional_cameras=(LEFT_WRIST_CAMERA,),
         ),
         # OGBench: one robot, but its state also holds the objects, whose number differs; pictures replace them.
-        *(generic(name=f"ogbench_{world}", state_dim=dim, action_dim=5) for world, dim in _OGBENCH_STATES.items()),
-        generic(
+        *(make_robot(name=f"ogbench_{world}", state_dim=dim, action_dim=5) for world, dim in _OGBENCH_STATES.items()),
+        make_robot(
             name="ogbench_visual",
             state_dim=19,
             action_dim=5,
             cameras={BASE_CAMERA: (IMAGE, f"{LEROBOT_IMAGES}.{IMAGE}")},
         ),
         # The point on a plane of `data.synthetic`, for trying things out.
-        generic(name="synthetic", state_dim=2, action_dim=2, cameras={BASE_CAMERA: IMAGE}),
+        make_robot(name="synthetic", state_dim=2, action_dim=2, cameras={BASE_CAMERA: IMAGE}),
     )
 }
 
@@ -409,6 +409,6 @@ def _imported(module: str, name: str) -> Robot:
     if not isinstance(found, Robot):
         raise ConfigError(
             f"robot {module}:{name}: that is {'not there' if found is None else f'a {type(found).__name__}'}",
-            hint=f"{module}.py makes one: {name} = pirl.data.robots.generic(...)",
+            hint=f"{module}.py makes one: {name} = pirl.data.robots.make_robot(...)",
         )
     return found

@@ -39,7 +39,7 @@ class RobotEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     """One simulated robot. A subclass says what it is and implements `begin`, `act` and `observe`."""
 
     robot: str
-    """Name of the robot in `data.robots` that reads the observations."""
+    """Name of the robot that reads the observations, as in `pirl.data.robots`."""
     tasks: tuple[str, ...]
     """Its tasks: the `task` of a context, and what success is counted by."""
     num_inits: int | None = None

@@ -15,7 +15,7 @@ from pirl.report.markup import Child, Markup, element
 from pirl.report.naming import Names
 from pirl.report.panels import sections
 from pirl.report.plots import Steps, metric_chart, success_chart
-from pirl.report.run import Run
+from pirl.report.run import Run, read_runs
 from pirl.report.scales import duration, percent, size
 from pirl.report.style import SCRIPT, style
 
@@ -48,6 +48,11 @@ def build_page(runs: Sequence[Run], recipes: Mapping[str, Mapping[str, Any]]) ->
             *(element("section", element("h2", heading), *parts, id=id) for id, heading, parts in body),
         ],
     )
+
+
+def write_report(runs: Sequence[Path], file: Path) -> Path:
+    """Write a report about one or several run folders, as `pirl report` does; returns the file."""
+    return write_page(file, build_page(read_runs(runs), {}))
 
 
 def write_page(file: Path, page: str) -> Path:
