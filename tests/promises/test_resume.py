@@ -20,6 +20,7 @@ from pirl.config import EarlyStop, RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.training.config import SGD, ConstantSchedule
 from pirl.training.loop import train
+from pirl.training.metrics import MetricLog
 from small_runs import (
     assert_close,
     assert_same_bits,
@@ -180,6 +181,16 @@ def test_parts_of_a_batch_are_the_batch(agent: BCConfig | ACRLPDConfig, tmp_path
         for line in records(whole.run_dir)
     ]
     assert len(set(losses)) == 3
+
+
+def test_what_a_busy_machine_adds_is_no_difference(tmp_path: Path) -> None:
+    """The watchdog's word on late data is a row of its own, in whichever run it came."""
+    for folder, notes in (("calm", {}), ("busy", {"health/stall": 1.0, "health/disk": 1.0})):
+        with MetricLog(tmp_path / folder, (), interval=1) as log:
+            log.write(4, {"policy/loss": 0.5, "time/step": len(notes)})
+            log.write(4, notes)
+    assert records(tmp_path / "busy") == records(tmp_path / "calm")
+    assert table(tmp_path / "busy") == table(tmp_path / "calm") == [["step", "policy/loss"], ["4", "0.5"]]
 
 
 # What cannot be tested from inside: signals.
