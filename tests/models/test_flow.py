@@ -192,3 +192,58 @@ def test_steps_written_out_and_what_is_prepared_change_nothing(params, batch, mo
         rows.append(np.asarray(jax.nn.gelu(rows[-1])) @ np.asarray(layer["kernel"]) + np.asarray(layer["bias"]))
     found = POLICY.velocity(params, POLICY.encode(params, observation), noise, jnp.full((5, 3), t))
     np.testing.assert_allclose(found[0, 1].ravel(), rows[-1], rtol=0, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(horizon=st.integers(1, 8), frozen=st.integers(0, 9), overlap=st.integers(0, 8))
+def test_prefix_weights_against_the_papers_formula(horizon: int, frozen: int, overlap: int):
+    """W_i = 1 for i < d; c_i (e^c_i - 1)/(e - 1), c_i = (end - i)/(end - d + 1), up to the end; 0 after."""
+    overlap = min(overlap, horizon)
+    d = min(frozen, overlap)
+    expected = []
+    for i in range(horizon):
+        c = (overlap - i) / (overlap - d + 1)
+        expected.append(1.0 if i < d else c * (np.exp(c) - 1) / (np.e - 1) if i < overlap else 0.0)
+    found = flow.prefix_weights(jnp.array([frozen]), jnp.array([overlap]), horizon)[0]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("time", [1.0, 0.9, 0.5, 0.1])
+def test_the_steered_field_against_numpy(time: float):
+    """Of a linear field v = x M + t c, the chunk it heads for is x (I - t M) - t² c, and its Jacobian is I - t M."""
+    rng = np.random.default_rng(3)
+    horizon, dim, limit = 4, 2, 5.0
+    size = horizon * dim
+    mix, offset = rng.normal(size=(size, size)) / 3, rng.normal(size=size)
+    x, before = rng.normal(size=(2, 3, horizon, dim)), rng.normal(size=(2, horizon, dim))
+    weights = rng.uniform(size=(2, horizon))
+
+    def velocity(x, t):
+        flat = x.reshape(*x.shape[:2], size)
+        return (flat @ jnp.asarray(mix) + t[..., None] * jnp.asarray(offset)).reshape(x.shape)
+
+    flat = x.reshape(2, 3, size)
+    v = flat @ mix + time * offset
+    error = (np.repeat(weights, dim, 1)[:, None]) * (before.reshape(2, 1, size) - (flat - time * v))
+    pull = error @ (np.eye(size) - time * mix).T
+    r = 1 - time  # the paper's time, from noise to data
+    scale = limit if r == 0 else min(limit, (1 - r) / r * (r**2 + (1 - r) ** 2) / (1 - r) ** 2)
+    steered = flow.continued(velocity, jnp.asarray(before), jnp.asarray(weights), limit)
+    found = steered(jnp.asarray(x), jnp.full((2, 3), time))
+    np.testing.assert_allclose(found, (v - scale * pull).reshape(x.shape), rtol=1e-4, atol=1e-4)
+
+
+def test_a_continued_chunk_agrees_with_the_one_before_where_it_should(params, batch):
+    observation, _ = batch
+    noise = flow.noise(jax.random.split(jax.random.key(4), 5), 2, 4, 2)
+    context = POLICY.encode(params, observation)
+    plain = flow.sample(POLICY, params, context, noise)
+    before = plain[:, 0] + jnp.array([1.0, -1.0])
+    none = flow.prefix_weights(jnp.zeros(5, int), jnp.zeros(5, int), 4)
+    same = flow.sample(POLICY, params, context, noise, steer=lambda v: flow.continued(v, before, none))
+    np.testing.assert_allclose(same, plain, atol=1e-5)
+    weights = flow.prefix_weights(jnp.full(5, 2), jnp.full(5, 3), 4)
+    steered = flow.sample(POLICY, params, context, noise, steer=lambda v: flow.continued(v, before, weights))
+    off, was = (jnp.abs(chunks - before[:, None]).mean((0, 1, 3)) for chunks in (steered, plain))
+    assert (off[:2] < 0.1 * was[:2]).all()
+    assert off[3] > 0.5 * was[3]

@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Float, Key
 
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Metrics, TrainState
+from pirl.agents.agent import Choice, Metrics, TrainState
 from pirl.agents.config import ACRLPDConfig
 from pirl.agents.learner import Learner, accumulated, in_parts
 from pirl.models import flow
@@ -351,9 +351,27 @@ class ACRLPD:
     # Acting
 
     def act(
-        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], candidates: int | None = None
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        candidates: int | None = None,
+        *,
+        steer: flow.Steer | None = None,
     ) -> Float[Array, "B H A"]:
-        """One chunk per observation: the critic's choice among `candidates`, or a plain sample of one.
+        """One chunk per observation: the critic's choice among `candidates`, or a plain sample of one."""
+        return self.choose(state, observation, keys, candidates, steer=steer).chunk
+
+    def choose(
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        candidates: int | None = None,
+        *,
+        steer: flow.Steer | None = None,
+    ) -> Choice:
+        """What `act` does, with the critic's values where there are several candidates.
 
         By default `best_of_n` chooses among N, while `awr` and `distill` sample: their improvement is in the weights.
         """
@@ -362,12 +380,13 @@ class ACRLPD:
         context = self.policy.encode(params, observation)
         noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
         steps = self.flow_steps or self.config.flow_steps
-        chunks = flow.sample(self.policy, params, context, noise, num_steps=steps)
+        chunks = flow.sample(self.policy, params, context, noise, num_steps=steps, steer=steer)
         if count == 1:
-            return chunks[:, 0]
+            return Choice(chunks[:, 0])
         critic = state.ema.get("critic", state.params["critic"])
         embedding = self.critic.embed(critic, CriticInputs.of(context))
-        return ob.take_candidate(chunks, ob.select_best(self.values(critic, embedding, chunks).mean(0)))
+        values = self.values(critic, embedding, chunks).mean(0)
+        return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))
 
 
 def _named(key: Array) -> dict[str, Array]:

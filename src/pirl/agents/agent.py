@@ -6,11 +6,12 @@ know which algorithm it runs.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Key
 
+from pirl.models.flow import Steer
 from pirl.models.observation import Observation
 from pirl.models.params import Params
 
@@ -42,6 +43,16 @@ class TrainState:
         return self.ema.get("policy", self.params["policy"])
 
 
+class Choice(NamedTuple):
+    """What was chosen to do, and what a critic says of it."""
+
+    chunk: Float[Array, "B H A"]
+    value: Float[Array, "B"] | None = None
+    """The critic's value of the chunk; None where nothing was compared."""
+    spread: Float[Array, "B"] | None = None
+    """Standard deviation of the values of all candidates."""
+
+
 @runtime_checkable
 class Agent(Protocol):
     """One algorithm."""
@@ -52,8 +63,10 @@ class Agent(Protocol):
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """One training step: all losses, gradients, optimizers, averages and targets."""
 
-    def act(self, state: TrainState, observation: Observation, keys: Key[Array, "B"]) -> Float[Array, "B H A"]:
-        """One chunk per observation, in the model's normalised action space.
+    def act(
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, steer: Steer | None = None
+    ) -> Float[Array, "B H A"]:
+        """One chunk per observation, in the model's normalised action space; `steer` changes the field it follows.
 
         Each row has a key of its own, so what a policy does in an episode does not depend on its neighbours.
         """

@@ -67,12 +67,14 @@ class BC:
         ema = {name: self.learner.average(average, params) for name, average in state.ema.items()}
         return replace(state, step=state.step + 1, params={"policy": params}, ema=ema, opt={"policy": opt}), metrics
 
-    def act(self, state: TrainState, observation: Observation, keys: Key[Array, "B"]) -> Float[Array, "B H A"]:
+    def act(
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, steer: flow.Steer | None = None
+    ) -> Float[Array, "B H A"]:
         """One chunk per observation by plain sampling."""
         params = state.policy
         context = self.policy.encode(params, observation)
         noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
-        return flow.sample(self.policy, params, context, noise, num_steps=self.flow_steps)[:, 0]
+        return flow.sample(self.policy, params, context, noise, num_steps=self.flow_steps, steer=steer)[:, 0]
 
     def _inputs(self, batch: Any, key: Array) -> tuple[Observation, Array, flow.Draws]:
         # OpenPI's order of keys: the same key gives the same pictures and noise, but not times (`flow.draw`).

@@ -226,7 +226,13 @@ class RIPT:
     # Acting
 
     def act(
-        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], guidance: float | None = None
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        guidance: float | None = None,
+        *,
+        steer: flow.Steer | None = None,
     ) -> Float[Array, "B H A"]:
         """One chunk per observation by plain sampling; `cfg` with the configured guidance, or with another."""
         scale = self.config.guidance if guidance is None else guidance
@@ -237,7 +243,7 @@ class RIPT:
         velocity = flow.field(self.policy, self.inference_params(state), context)
         if scale != 1:
             velocity = flow.guided(velocity, flow.field(self.policy, state.policy, context), scale)
-        return flow.euler(velocity, noise, self.flow_steps)[:, 0]
+        return flow.euler(velocity if steer is None else steer(velocity), noise, self.flow_steps)[:, 0]
 
     # The condition of `cfg`
 

@@ -5,6 +5,7 @@
 (FQL and Q-chunking write it the other way round; mixing the two is the easiest way to a silently broken actor.)
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from pirl.models.policy import FlowPolicy, Preparing
 
 Velocity = Callable[[Array, Array], Array]
 """(x_t [B, N, H, A], t [B, N]) -> dx/dt [B, N, H, A]."""
+Steer = Callable[[Velocity], Velocity]
+"""Changes the field that is sampled from."""
 
 
 class Draws(NamedTuple):
@@ -106,10 +109,12 @@ def sample(
     noise: Float[Array, "B N H A"],
     *,
     num_steps: int | Int[Array, ""] = 10,
+    steer: Steer | None = None,
 ) -> Float[Array, "B N H A"]:
     """N chunks per observation from given noise; deterministic."""
     unroll = isinstance(num_steps, int) and getattr(policy, "quick", False)
-    return euler(field(policy, params, context), noise, num_steps, unroll=unroll)
+    velocity = field(policy, params, context)
+    return euler(velocity if steer is None else steer(velocity), noise, num_steps, unroll=unroll)
 
 
 def field(policy: FlowPolicy, params: Params, context: Any) -> Velocity:
@@ -127,3 +132,41 @@ def guided(conditional: Velocity, unconditional: Velocity, scale: float | Float[
         return base + scale * (conditional(x, t) - base)
 
     return velocity
+
+
+def prefix_weights(frozen: Int[Array, "B"], overlap: Int[Array, "B"], horizon: int) -> Float[Array, "B H"]:
+    """How much each step of a chunk is to agree with the chunk before (arXiv 2506.07339, eq. 5).
+
+    1 for the first `frozen` steps, which will have been executed, then less and less to the end of the overlap, then 0.
+    """
+    step, end = jnp.arange(horizon), overlap[:, None]
+    start = jnp.minimum(frozen[:, None], end)
+    share = jnp.clip((end - step) / (end - start + 1), 0.0, 1.0)
+    soft = share * jnp.expm1(share) / math.expm1(1)
+    return jnp.where(step >= end, 0.0, jnp.where(step < start, 1.0, soft))
+
+
+def continued(
+    velocity: Velocity, before: Float[Array, "B H A"], weights: Float[Array, "B H"], limit: float = 5.0
+) -> Velocity:
+    """The field, pulled towards chunks that agree with the one `before`: guided real-time chunking (arXiv 2506.07339).
+
+        v - min(limit, ((1-t)² + t²) / (t (1-t))) · (∂x̂/∂x)ᵀ [w · (before - x̂)],     x̂ = x - t v
+
+    x̂ is the chunk that the field heads for. (The paper's time runs from noise to data; ours from data to noise.)
+    """
+    target, weight = before[:, None], weights[:, None, :, None]
+
+    def steered(x: Array, t: Array) -> Array:
+        time = t[..., None, None]
+
+        def heads_for(x: Array) -> tuple[Array, Array]:
+            v = velocity(x, t)
+            return x - time * v.astype(x.dtype), v
+
+        estimate, pull_back, v = jax.vjp(heads_for, x, has_aux=True)
+        (pull,) = pull_back(weight * (target - estimate))
+        scale = jnp.minimum(limit, (jnp.square(1 - time) + jnp.square(time)) / (time * (1 - time)))
+        return v.astype(x.dtype) - scale * pull
+
+    return steered

@@ -44,7 +44,7 @@ class ChunkPolicy:
             raise ConfigError(f"{execute} executed steps per chunk", hint="execute at least one")
         self.transform, self.batch_size, self.execute, self.cameras = transform, batch_size, execute, tuple(cameras)
         self._act = jax.jit(
-            lambda weights, observation, key, rows: act(weights, observation, _row_keys(key, rows)),
+            lambda weights, observation, key, rows: act(weights, observation, row_keys(key, rows)),
             compiler_options=dict(compiler_options or {}) or None,
         )
         self._weights: Any = None
@@ -74,7 +74,7 @@ class ChunkPolicy:
         return dict(zip(slots, actions, strict=True))
 
 
-def _row_keys(key: Key[Array, ""], rows: Any) -> Key[Array, "B"]:
+def row_keys(key: Key[Array, ""], rows: Any) -> Key[Array, "B"]:
     """One key per row, from the number of its episode and its step."""
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row[0]), row[1]))(rows)
 

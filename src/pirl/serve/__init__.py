@@ -1,0 +1,1 @@
+"""`pirl serve`: a checkpoint behind OpenPI's websocket protocol."""

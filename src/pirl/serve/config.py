@@ -1,0 +1,74 @@
+"""Settings of the server. No jax here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pirl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Where the server listens, whom it answers, and how it plans."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0: every network of this machine."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key that clients must send (`Authorization: Api-Key KEY`). None: everyone who can connect is answered."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM): clients connect with wss://. None: no encryption."""
+    tls_key: Path | None = None
+    """The certificate's private key (PEM), if it is in a file of its own."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What clients are told when they connect, such as ALOHA's `reset_pose`."""
+    seed: int = 0
+    """Seed of the flow's noise."""
+    max_batch: int = 4
+    """Most requests to plan in one batch. Batches of 1, 2, 4, ... up to this are compiled before the server listens."""
+    batch_window: float = 0.003
+    """Longest time a request waits for others to share its batch, in seconds. A robot alone never waits."""
+    real_time: bool = False
+    """Real-time chunking: agree with the chunk before, for requests that say how much of it was executed."""
+    real_time_limit: float = 5.0
+    """Real-time chunking: the largest weight of the pull towards the chunk before."""
+    max_message: int = 16 * 2**20
+    """Largest request, in bytes."""
+    max_rate: float = 100.0
+    """Requests per second of one connection; further ones wait."""
+    max_connections: int = 64
+    """Connections at a time; further ones are refused."""
+    episode_gap: float = 10.0
+    """A pause after which the next request counts as a new episode, in seconds, where the client does not say."""
+    drain: float = 10.0
+    """Longest time that requests under way get when the server is told to stop, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_message", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"serve: {name} is {getattr(self, name)}", hint="it is at least 1")
+        for name in ("max_rate", "real_time_limit", "episode_gap", "drain"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"serve: {name} is {getattr(self, name)}", hint="it is more than 0")
+        if not self.batch_window >= 0 or self.seed < 0 or not 0 <= self.port < 2**16:
+            raise ConfigError(
+                f"serve: batch_window {self.batch_window}, seed {self.seed}, port {self.port}",
+                hint="no negative time or seed; a port is below 65536",
+            )
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ConfigError("serve: a private key without a certificate", hint="name both: --tls-cert, --tls-key")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("serve: the API key is empty", hint="leave it out, or choose a long one")
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Sizes that are compiled: powers of two, and the largest."""
+        powers = [2**i for i in range(self.max_batch.bit_length()) if 2**i < self.max_batch]
+        return (*powers, self.max_batch)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host in ("127.0.0.1", "::1", "localhost")

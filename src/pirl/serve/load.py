@@ -1,0 +1,37 @@
+"""From a path and a few wishes to a planner that is ready, and to the same again when the checkpoint changes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pirl.config import RLTrainConfig
+from pirl.serve.config import ServeConfig
+from pirl.serve.planner import Planner
+from pirl.serve.server import Load
+from pirl.training.acting import find_checkpoint, load_acting
+
+
+def loader(
+    location: str,
+    serve: ServeConfig,
+    *,
+    best: bool = False,
+    recipe: RLTrainConfig | None = None,
+    change: Callable[[RLTrainConfig], RLTrainConfig] = lambda config: config,
+    default_prompt: str | None = None,
+) -> Load:
+    """A function that loads the checkpoint as it is when called: a run folder's latest step may be another by then."""
+
+    def load(replaced: Planner | None) -> Planner:
+        found = find_checkpoint(location, best=best, config=recipe)
+        acting = load_acting(replace(found, config=change(found.config)))
+        planner = Planner(
+            acting,
+            seed=serve.seed,
+            batch_sizes=serve.batch_sizes,
+            real_time=serve.real_time,
+            real_time_limit=serve.real_time_limit,
+            default_prompt=default_prompt,
+        )
+        return planner.compile(replaced)
+
+    return load

@@ -1,0 +1,209 @@
+"""Limits on what a robot is sent, off by default: written per robot, checked on every chunk, counted by rule.
+
+They bound actions as the robot gets them, in its own units: positions for a robot that is commanded positions. A chunk
+that goes beyond is clipped or refused. This is a net under a policy, not a replacement for the robot's own limits.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.errors import ConfigError
+
+Vector = Float[np.ndarray, "A"]
+TINY = 1e-6
+"""Rounding in float32, relative to the limit, is no violation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A workspace: where some part of the robot may be."""
+
+    actions: tuple[int, ...]
+    """Action dimensions that are its coordinates, or steps in them."""
+    low: tuple[float, ...]
+    """Smallest coordinates."""
+    high: tuple[float, ...]
+    """Largest coordinates."""
+    state: tuple[int, ...] | None = None
+    """For actions that are steps: state dimensions with the coordinates now. None: actions are coordinates."""
+    scale: float = 1.0
+    """Coordinates per unit of such a step."""
+
+    def __post_init__(self) -> None:
+        sizes = {len(part) for part in (self.actions, self.low, self.high, self.state) if part is not None}
+        if len(sizes) != 1 or not all(low < high for low, high in zip(self.low, self.high, strict=True)):
+            raise ConfigError(
+                f"safety: a workspace of {len(self.actions)} actions from {self.low} to {self.high}",
+                hint="as many dimensions in actions, low, high (and state); low below high",
+            )
+        if not self.scale > 0:
+            raise ConfigError(f"safety: workspace.scale is {self.scale}", hint="it is more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafetyConfig:
+    """The limits of one robot; a limit that is None is not checked. Lists have one value per action dimension."""
+
+    rate: float
+    """Control steps per second."""
+    mode: Literal["clip", "refuse"] = "refuse"
+    """What happens to a chunk beyond a limit: it is clipped, or refused with the reason."""
+    low: tuple[float, ...] | None = None
+    """Smallest action."""
+    high: tuple[float, ...] | None = None
+    """Largest action."""
+    velocity: tuple[float, ...] | None = None
+    """Largest change of the action, per second."""
+    jerk: tuple[float, ...] | None = None
+    """Largest third difference of the action, per second³."""
+    workspace: Box | None = None
+    """Where some part of the robot may be."""
+    jump: tuple[float, ...] | None = None
+    """Largest distance between a chunk's first action and the chunk before, at the step it continues."""
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise ConfigError(f"safety: rate is {self.rate}", hint="control steps per second")
+        for name in ("velocity", "jerk", "jump"):
+            if any(not limit > 0 for limit in getattr(self, name) or ()):
+                raise ConfigError(f"safety: {name} is {getattr(self, name)}", hint="limits are more than 0")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checked:
+    """A chunk after the safety net."""
+
+    chunk: Float[np.ndarray, "H A"] | None
+    """What may be sent; None if nothing may."""
+    rules: tuple[str, ...]
+    """Limits that the chunk was beyond."""
+    reason: str = ""
+    """The first of them, in words."""
+
+
+class SafetyNet:
+    """Checks chunks of one robot."""
+
+    def __init__(self, config: SafetyConfig, *, action_dim: int, state_dim: int) -> None:
+        self.config = config
+        for name in ("low", "high", "velocity", "jerk", "jump"):
+            limit = getattr(config, name)
+            if limit is not None and len(limit) != action_dim:
+                raise ConfigError(
+                    f"safety: {name} has {len(limit)} values, the robot's actions have {action_dim}",
+                    hint="one value per action dimension; .inf for no limit",
+                )
+        box = config.workspace
+        if box is not None and (max(box.actions) >= action_dim or max(box.state or (0,)) >= state_dim):
+            raise ConfigError(
+                f"safety: workspace names actions {box.actions} and state {box.state}, the robot has {action_dim} "
+                f"action and {state_dim} state dimensions",
+                hint="dimensions count from 0",
+            )
+
+    def check(
+        self,
+        chunk: Float[np.ndarray, "H A"],
+        *,
+        state: Float[np.ndarray, "S"],
+        last: Float[np.ndarray, "P A"] | None = None,
+        expected: Float[np.ndarray, "R A"] | None = None,
+    ) -> Checked:
+        """The chunk within the limits. `last` is the chunk before, `expected` what is left of it, where that is known.
+
+        Where it is not known how far the robot got, the nearest step of `last` counts: a jump is then one from all of
+        them.
+        """
+        if not np.isfinite(chunk).all():
+            return Checked(chunk=None, rules=("finite",), reason="the actions are not finite")
+        rules: list[str] = []
+        reason = ""
+        out = np.asarray(chunk, np.float64)
+        for rule, limited in (
+            ("jump", lambda x: self._jump(x, last, expected)),
+            ("limits", self._limits),
+            ("workspace", lambda x: self._workspace(x, state)),
+            ("velocity", self._velocity),
+            ("jerk", self._jerk),
+        ):
+            within = limited(out)
+            excess = np.abs(within - out)
+            if (excess > TINY * (1 + np.abs(out))).any():
+                rules.append(rule)
+                step, dim = np.unravel_index(int(excess.argmax()), excess.shape)
+                reason = reason or (
+                    f"{rule}: step {step}, dimension {dim} is {out[step, dim]:.4g}, within the limit "
+                    f"{within[step, dim]:.4g}"
+                )
+                out = within
+        if not rules:
+            return Checked(chunk=chunk, rules=())
+        if self.config.mode == "refuse":
+            return Checked(chunk=None, rules=tuple(rules[:1]), reason=reason)
+        return Checked(chunk=out.astype(chunk.dtype), rules=tuple(rules), reason=reason)
+
+    def _jump(self, x: np.ndarray, last: np.ndarray | None, expected: np.ndarray | None) -> np.ndarray:
+        """Move the whole chunk, its end least, so that it begins near where the one before would go on."""
+        if self.config.jump is None or last is None:
+            return x
+        limit = np.array(self.config.jump)
+        known = expected if expected is not None and len(expected) else last
+        steps = known[:1] if known is expected else known
+        nearest = steps[np.argmin((np.abs(steps - x[0]) / limit).max(axis=1))]
+        excess = x[0] - np.clip(x[0], nearest - limit, nearest + limit)
+        fading = 1 - np.arange(len(x)) / len(x)
+        return x - fading[:, None] * excess
+
+    def _limits(self, x: np.ndarray) -> np.ndarray:
+        low, high = self.config.low, self.config.high
+        return np.clip(x, None if low is None else np.array(low), None if high is None else np.array(high))
+
+    def _workspace(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
+        box = self.config.workspace
+        if box is None:
+            return x
+        out, dims = x.copy(), list(box.actions)
+        if box.state is None:
+            out[:, dims] = np.clip(x[:, dims], box.low, box.high)
+            return out
+        place = np.asarray(state, np.float64)[list(box.state)]
+        for step in range(len(x)):  # where each step leads depends on the ones before
+            there = np.clip(place + box.scale * x[step, dims], np.minimum(box.low, place), np.maximum(box.high, place))
+            out[step, dims] = (there - place) / box.scale
+            place = there
+        return out
+
+    def _velocity(self, x: np.ndarray) -> np.ndarray:
+        """No step further from the one before it than allowed."""
+        if self.config.velocity is None:
+            return x
+        out, limit = x.copy(), np.array(self.config.velocity) / self.config.rate
+        for step in range(1, len(x)):
+            out[step] = np.clip(x[step], out[step - 1] - limit, out[step - 1] + limit)
+        return out
+
+    def _jerk(self, x: np.ndarray) -> np.ndarray:
+        """No third difference larger than allowed."""
+        if self.config.jerk is None:
+            return x
+        out, limit = x.copy(), np.array(self.config.jerk) / self.config.rate**3
+        for step in range(3, len(x)):
+            smooth = 3 * out[step - 1] - 3 * out[step - 2] + out[step - 3]
+            out[step] = np.clip(x[step], smooth - limit, smooth + limit)
+        return out
+
+
+def load_safety(file: Path, *, action_dim: int, state_dim: int) -> SafetyNet:
+    """The net that a YAML file describes."""
+    from pirl.config_io import from_dict, read_yaml
+
+    data: dict[str, Any] = read_yaml(file)
+    try:
+        config = from_dict(SafetyConfig, data)
+        return SafetyNet(config, action_dim=action_dim, state_dim=state_dim)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}", hint=error.hint) from error

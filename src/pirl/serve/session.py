@@ -1,0 +1,111 @@
+"""One robot's connection: its episode, its policy, the chunk it was last sent."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.errors import WireError
+from pirl.serve.planner import Planner
+
+PREFIX = "pirl/"
+"""Keys of ours, beside the observation's own. Stock clients send and read none of them."""
+EPISODE, STEP, EXECUTED, DELAY = "pirl/episode", "pirl/step", "pirl/executed", "pirl/delay"
+POLICY, VALUE, SPREAD, CANDIDATES = "pirl/policy", "pirl/value", "pirl/spread", "pirl/candidates"
+
+_LARGEST = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """One request and its reply, as a recording hook gets them."""
+
+    session: int
+    """Number of the connection."""
+    episode: int | str
+    """The episode's name, or its number within the connection."""
+    step: int
+    """The observation's control step where the client says so; otherwise the request's number in the episode."""
+    observation: Mapping[str, Any]
+    """The request, with nested keys as they came and without keys of ours. Arrays are read-only."""
+    chunk: Float[np.ndarray, "H A"]
+    """The reply's actions."""
+    policy: str
+    """Which policy planned them."""
+    value: float | None
+    """The critic's value of the chunk."""
+
+
+class Session:
+    """What the server remembers of a connection."""
+
+    def __init__(self, number: int, planner: Planner, *, gap: float) -> None:
+        """`gap`: seconds of silence after which a client that names no episodes has begun another."""
+        self.number, self.planner, self._gap = number, planner, gap
+        self.chunk: Float[np.ndarray, "H A"] | None = None
+        self.observation: Mapping[str, Any] = {}
+        self.step = 0
+        self._name: int | str | None = None
+        self._count = self._requests = 0
+        self._last: float | None = None
+        self.allowed_at = 0.0
+
+    @property
+    def episode(self) -> int | str:
+        """What the client calls the episode, or how many this connection had before."""
+        return self._count if self._name is None else self._name
+
+    @property
+    def noise_number(self) -> tuple[int, int]:
+        """Where the noise comes from: the named episode and step, or the connection's number and its request's."""
+        if self._name is None:
+            return self.number & _LARGEST, self._requests - 1
+        name = self._name
+        return (name if isinstance(name, int) else zlib.crc32(name.encode())), self.step
+
+    def begin(self, message: Any, current: Planner, now: float) -> bool:
+        """Read a request's own keys; whether it begins an episode, and so goes to the `current` policy."""
+        if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+            raise WireError("a request is a map with text as keys", hint="send one observation per request")
+        name = _episode(message.get(EPISODE))
+        paused = name is None and self._last is not None and now - self._last > self._gap
+        fresh = self._last is None or paused or name != self._name
+        if fresh:
+            self._count += self._last is not None
+            self.planner, self.chunk, self.step = current, None, 0
+        elif self._last is not None:
+            self.step += 1
+        if STEP in message:
+            self.step = _whole(message, STEP)
+        self._name, self._last = name, now
+        self._requests += 1
+        self.observation = {key: value for key, value in message.items() if not key.startswith(PREFIX)}
+        return fresh
+
+    def before(self, message: Mapping[str, Any]) -> tuple[Float[np.ndarray, "P A"] | None, int]:
+        """(what is left of the last chunk, steps of it that will have been executed), if the client says so."""
+        if EXECUTED not in message or self.chunk is None:
+            return None, 0
+        executed = _whole(message, EXECUTED)
+        delay = _whole(message, DELAY) if DELAY in message else 0
+        return (self.chunk[executed:], delay) if executed < len(self.chunk) else (None, 0)
+
+
+def _episode(name: Any) -> int | str | None:
+    if isinstance(name, np.integer | np.ndarray) and np.ndim(name) == 0:
+        name = name.item()
+    if name is None or (type(name) is int and 0 <= name <= _LARGEST) or (isinstance(name, str) and len(name) <= 200):
+        return name
+    raise WireError(f"{EPISODE} is {repr(name)[:60]}", hint=f"a number from 0 to {_LARGEST}, or up to 200 characters")
+
+
+def _whole(message: Mapping[str, Any], key: str) -> int:
+    value = message[key]
+    if isinstance(value, np.integer | np.ndarray) and np.ndim(value) == 0:
+        value = value.item()
+    if type(value) is int and 0 <= value <= _LARGEST:
+        return value
+    raise WireError(f"{key} is {repr(value)[:60]}", hint=f"a whole number from 0 to {_LARGEST}")
