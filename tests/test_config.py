@@ -259,7 +259,7 @@ def test_parts_that_do_not_fit_are_refused(
     with pytest.raises(ConfigError) as caught:
         changed(config, **settings)
     assert problem in caught.value.message
-    assert caught.value.hint
+    assert "hint: " in str(caught.value)
     assert hint in str(caught.value)
 
 

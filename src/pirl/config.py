@@ -15,7 +15,7 @@ from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.data.config import DataConfig
 from pirl.data.robots import Robot, get_robot
 from pirl.envs.config import EnvConfig
-from pirl.errors import ConfigError, did_you_mean
+from pirl.errors import ConfigError, did_you_mean, numbered
 from pirl.models.config import FreezeRule, MLPFlowConfig, Pi0Config
 from pirl.models.critic_config import CriticConfig
 from pirl.rollout.config import CurriculumConfig, EvalConfig, OnlineConfig, RolloutConfig
@@ -152,6 +152,8 @@ class RLTrainConfig:
                 raise ConfigError(
                     f"{what} is {value!r}", hint="it names a folder: letters, digits and . _ - + =, no slash"
                 )
+        if self.init_weights is not None and self.init_weights.lower() in ("none", "null"):
+            object.__setattr__(self, "init_weights", None)
         for what in ("batch_size", "num_train_steps", "log_interval"):
             if getattr(self, what) < 1:
                 raise ConfigError(f"{what} is {getattr(self, what)}", hint="it is at least 1")
@@ -160,8 +162,11 @@ class RLTrainConfig:
         if len(set(self.sinks)) < len(self.sinks):
             raise ConfigError(f"sinks are {', '.join(self.sinks)}", hint="name each one once")
         problems = (self._policy_problems, self._data_problems, self._rollout_problems, self._device_problems)
-        for problem, hint in (found for check in problems for found in check()):
-            raise ConfigError(problem, hint=hint)
+        found = [problem for check in problems for problem in check()]
+        if len(found) == 1:
+            raise ConfigError(found[0][0], hint=found[0][1])
+        if found:
+            raise ConfigError(f"{len(found)} settings contradict each other\n{numbered(found)}")
 
     @property
     def run_dir(self) -> Path:

@@ -58,6 +58,14 @@ def did_you_mean(name: str, known: Iterable[str], *, kind: str) -> ConfigError:
     return ConfigError(f"unknown {kind} {name!r}", hint=f"{'did you mean' if near else 'known are'}: {listed}")
 
 
+def numbered(problems: Sequence[tuple[str, str]]) -> str:
+    """Problems with their hints, one after the other."""
+    return "\n".join(
+        f"{number}. {message}" + (f"\n   hint: {hint}" if hint else "")
+        for number, (message, hint) in enumerate(problems, 1)
+    )
+
+
 def listing(items: Sequence[str], limit: int = 10) -> str:
     """The first `limit` items, one a line, and how many more there are."""
     lines = [f"    {item}" for item in items[:limit]]

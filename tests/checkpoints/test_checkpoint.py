@@ -460,7 +460,7 @@ def test_a_changed_configuration_is_told_or_refused() -> None:
         ({"vlm": {"width": 128}, "remat": "full"}, "model.vlm.width: 64 -> 128"),
         ({"vlm": None, "remat": "full"}, "model.vlm: (not set) -> null"),
     ):
-        with pytest.raises(CheckpointError, match="another model") as refused:
+        with pytest.raises(CheckpointError, match="shape its state") as refused:
             check_compatible(saved, {**saved, "model": shaped})
         assert line in refused.value.message
     with pytest.raises(CheckpointError, match=r"agent\.tau: 1 -> 2"):

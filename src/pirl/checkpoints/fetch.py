@@ -18,6 +18,17 @@ from pirl.paths import openpi_home
 _PUBLIC_BUCKETS = ("openpi-assets", "vertex-model-garden-paligemma-us")
 
 
+def to_download(location: str | os.PathLike[str]) -> str:
+    """Where a gs:// or hf:// address is kept on this machine and is not yet; empty for what is here."""
+    address = re.match(r"(gs|hf):/+(.*)", os.fspath(location))
+    if address is None:
+        return ""
+    if address[1] == "hf":
+        return "the hub's cache"
+    cached = openpi_home() / address[2].strip("/")
+    return "" if cached.exists() else str(cached)
+
+
 def fetch(location: str | os.PathLike[str]) -> Path:
     """A path on this machine that holds what `location` names; the error lists every place looked at."""
     text = os.fspath(location)

@@ -33,13 +33,24 @@ def restore_tree(folder: Path, reference: Any) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(
-            f"{folder} cannot be read: {reason[:300]}", hint="the files are damaged: take another step"
-        ) from error
+        raise _unreadable(folder, error) from error
     finally:
         handler.close()
     return jax.tree.unflatten(structure, [restored[name] for name in likes])
+
+
+def check_tree(folder: Path, reference: Any) -> None:
+    """Refuse an Orbax item whose names, shapes or types are not the reference's; reads its metadata alone."""
+    likes, _ = _named(reference)
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        stored, _ = _named(handler.metadata(epath.Path(folder.absolute())).tree)
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    finally:
+        handler.close()
+    compare(_shapes(stored), _shapes(likes), source=str(folder), allow_missing="(?!)")
+    check_types(stored, likes, folder)
 
 
 def check_types(stored: Mapping[str, Any], likes: Mapping[str, Any], source: Path) -> None:
@@ -54,6 +65,11 @@ def check_types(stored: Mapping[str, Any], likes: Mapping[str, Any], source: Pat
             f"{source}: {len(retyped)} leaves are of another type\n{listing(retyped)}",
             hint="which leaves are frozen (bfloat16) must not change within a run",
         )
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return CheckpointError(f"{folder} cannot be read: {reason[:300]}", hint="the files are damaged: take another step")
 
 
 def _shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -20,31 +20,27 @@ METADATA_FILE = "metadata.json"
 LOCK_FILE = ".lock"
 
 
-def prepare_directory(
+def check_directory(
     directory: str | os.PathLike[str],
     *,
     resume: bool = False,
     overwrite: bool = False,
     fresh_if_missing: bool = False,
 ) -> bool:
-    """Make the folder of a run ready; True if there is a checkpoint to go on from.
-
-    A run that exists is gone on with, or deleted, only if told so. A folder that holds anything that pirl did not write
-    is never deleted.
-    """
+    """Refuse a folder that a run may not use; True if there is a checkpoint to go on from. Changes nothing."""
     ResumeMode(resume=resume, overwrite=overwrite, fresh_if_missing=fresh_if_missing)
     directory = Path(directory).expanduser().absolute().resolve()
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, expected the folder of a run", hint="choose another exp_name")
-    names = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
-    content = [name for name in names if name not in (METADATA_FILE, LOCK_FILE)]  # without: a run that never started
+    names, content = _contents(directory)
     steps = complete_steps(directory)
-    barrier("run.looked")  # nobody changes the folder before everybody has seen it
     if resume and not steps and not fresh_if_missing:
+        runs = sorted(child.name for child in directory.parent.glob("*") if complete_steps(child))
+        others = f"; runs of {directory.parent.name} are {', '.join(runs[:6])}" if runs else ""
         raise CheckpointError(
             f"{directory} holds no complete checkpoint to resume from"
             + (f", only {', '.join(content[:6])}" if content else ""),
-            hint="check the recipe and exp_name, or start without --resume",
+            hint=f"check the recipe and exp_name{others}; or start without --resume",
         )
     if content and not resume and not overwrite:
         reached = f"with checkpoints of steps {', '.join(map(str, steps))}" if steps else "without a checkpoint"
@@ -59,6 +55,31 @@ def prepare_directory(
         )
     if overwrite:
         check_only_ours(directory, foreign_in_run(directory))
+    return bool(steps) and resume
+
+
+def _contents(directory: Path) -> tuple[list[str], list[str]]:
+    """What a folder holds, and what of it is more than a run that never started leaves."""
+    names = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
+    return names, [name for name in names if name not in (METADATA_FILE, LOCK_FILE)]
+
+
+def prepare_directory(
+    directory: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    fresh_if_missing: bool = False,
+) -> bool:
+    """Make the folder of a run ready; True if there is a checkpoint to go on from.
+
+    A run that exists is gone on with, or deleted, only if told so. A folder that holds anything that pirl did not write
+    is never deleted.
+    """
+    going_on = check_directory(directory, resume=resume, overwrite=overwrite, fresh_if_missing=fresh_if_missing)
+    directory = Path(directory).expanduser().absolute().resolve()
+    _, content = _contents(directory)
+    barrier("run.looked")  # nobody changes the folder before everybody has seen it
     if is_main():
         with io_errors(f"{directory} cannot be written to"):
             if content and overwrite:
@@ -68,7 +89,7 @@ def prepare_directory(
                 # Marks the folder as ours, and tells now, not after a thousand steps, that it is read-only.
                 write_text(directory / METADATA_FILE, json_text({"written_by": f"pirl {__version__}"}))
     barrier("run.prepared")
-    return bool(steps) and resume
+    return going_on
 
 
 def complete_steps(directory: Path) -> list[int]:

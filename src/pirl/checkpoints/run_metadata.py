@@ -16,9 +16,12 @@ from pirl.errors import CheckpointError, PirlWarning, listing
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
-SHAPING = ("model",)
-"""Keys below these shape the weights: a checkpoint does not fit another value."""
-HARMLESS = ("model.dtype", "model.remat")
+SHAPING = (
+    *("model", "critic", "agent.type", "freeze", "policy_optimizer.type", "critic_optimizer.type"),
+    *("data.robot", "data.cameras", "data.tokenizer", "data.critic_horizon"),
+)
+"""Keys below these shape the state, or what its weights mean: a checkpoint does not fit another value."""
+HARMLESS = ("model.dtype", "model.remat", "model.attention", "critic.dtype", "critic.dropout")
 """Exceptions: they change how the model is computed, not what is stored."""
 
 _ABSENT = object()
@@ -78,6 +81,25 @@ def config_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     return changes
 
 
+def refused_changes(
+    saved: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    shaping: Sequence[str] = SHAPING,
+    harmless: Sequence[str] = HARMLESS,
+) -> dict[str, str]:
+    """Dotted key -> "key: old -> new" for changes that a run cannot be resumed with.
+
+    A setting that the saved configuration does not have is new in pirl, and no change.
+    """
+    old = _dotted(as_json(saved))
+    return {
+        key: f"{key}: {change}"
+        for key, change in config_changes(saved, new).items()
+        if _below(key, shaping) and not _below(key, harmless) and (key in old or key.rpartition(".")[0] in old)
+    }
+
+
 def check_compatible(
     saved: Mapping[str, Any],
     new: Mapping[str, Any],
@@ -92,10 +114,9 @@ def check_compatible(
     """
     changes = {key: change for key, change in config_changes(saved, new).items() if not _below(key, ignore)}
     lines = {key: f"{key}: {change}" for key, change in changes.items()}
-    refused = [key for key in changes if _below(key, shaping) and not _below(key, harmless)]
-    if refused:
+    if refused := refused_changes(saved, new, shaping=shaping, harmless=harmless):
         raise CheckpointError(
-            f"the checkpoint was made with another model\n{listing([lines[key] for key in refused])}",
+            f"the checkpoint was made with other settings that shape its state\n{listing(list(refused.values()))}",
             hint="resume with the saved configuration, or start a new run from the checkpoint's weights",
         )
     if changes:

@@ -24,7 +24,7 @@ from etils import epath
 from pirl.checkpoints.compare import LORA, Init, check_finite, compare, fit, place, shapes_of
 from pirl.checkpoints.fetch import fetch
 from pirl.checkpoints.ocdbt import check_files, read_json
-from pirl.checkpoints.torch_names import EMBED_TOKENS, EXPERT_LM_HEAD, LM_HEAD, torch_tensors
+from pirl.checkpoints.torch_names import EMBED_TOKENS, EXPERT_LM_HEAD, LM_HEAD, TorchTensor, torch_tensors
 from pirl.errors import CheckpointError, listing
 from pirl.models.params import Params, flatten, nest
 from pirl.names import PARAMS_ITEM, SAFETENSORS_FILE
@@ -63,6 +63,21 @@ def load(
     else:
         found = load_openpi(path, reference, allow_missing=allow_missing)
     return fit(found, reference, init=init, allow_missing=allow_missing, source=str(path))
+
+
+def check_fits(location: str | os.PathLike[str], reference: Mapping[str, Any]) -> None:
+    """Refuse weights that `load` would refuse for their names or shapes, from headers alone: no value is read."""
+    path = fetch(location)
+    kind = kind_of(path)
+    if kind == "npz":
+        _paligemma_keys(path, npz_headers(path), flatten(reference))
+    elif kind == "pytorch":
+        with open_safetensors(_safetensors(path)) as stored:
+            _torch_keys(path, stored, _without_lora(reference))
+    else:
+        folder = find_params(path)
+        found = {name: tuple(leaf.shape) for name, leaf in openpi_leaves(folder)[0].items()}
+        compare(found, shapes_of(reference), source=str(folder))
 
 
 def kind_of(path: Path) -> str:
@@ -169,20 +184,9 @@ def load_pytorch(path: str | os.PathLike[str], reference: Mapping[str, Any]) -> 
     embedding under another name, the expert's is unused. LeRobot's copies put `model.` before every name. Adapters of
     the reference stay out of the tree: PyTorch weights have none.
     """
-    file = Path(path).expanduser()
-    file = file / SAFETENSORS_FILE if file.is_dir() else file
-    likes = {name: like for name, like in flatten(reference).items() if not re.fullmatch(LORA, name)}
-    tensors = torch_tensors({name: tuple(like.shape) for name, like in likes.items()})
+    file, likes = _safetensors(Path(path).expanduser()), _without_lora(reference)
     with open_safetensors(file) as stored:
-        keys = {key.removeprefix("model."): key for key in stored.keys()}  # noqa: SIM118 (not a mapping)
-        if EMBED_TOKENS not in keys and LM_HEAD in keys:
-            keys[EMBED_TOKENS] = keys[LM_HEAD]
-        found = {
-            name: tuple(stored.get_slice(key).get_shape())
-            for name, key in keys.items()
-            if name not in (LM_HEAD, EXPERT_LM_HEAD)
-        }
-        compare(found, {t.name: t.shape for t in tensors}, source=str(file), allow_missing="(?!)")
+        keys, tensors = _torch_keys(file, stored, likes)
         leaves: dict[str, Any] = {}
         for name, like in likes.items():
             leaf = np.empty(like.shape, like.dtype)
@@ -193,6 +197,29 @@ def load_pytorch(path: str | os.PathLike[str], reference: Mapping[str, Any]) -> 
     return nest(leaves)
 
 
+def _safetensors(path: Path) -> Path:
+    return path / SAFETENSORS_FILE if path.is_dir() else path
+
+
+def _without_lora(reference: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: like for name, like in flatten(reference).items() if not re.fullmatch(LORA, name)}
+
+
+def _torch_keys(file: Path, stored: Any, likes: Mapping[str, Any]) -> tuple[dict[str, str], list[TorchTensor]]:
+    """Stored key of each tensor by its name in OpenPI's port, and where each tensor belongs; refuses what differs."""
+    tensors = torch_tensors({name: tuple(like.shape) for name, like in likes.items()})
+    keys = {key.removeprefix("model."): key for key in stored.keys()}  # noqa: SIM118 (not a mapping)
+    if EMBED_TOKENS not in keys and LM_HEAD in keys:
+        keys[EMBED_TOKENS] = keys[LM_HEAD]
+    found = {
+        name: tuple(stored.get_slice(key).get_shape())
+        for name, key in keys.items()
+        if name not in (LM_HEAD, EXPERT_LM_HEAD)
+    }
+    compare(found, {t.name: t.shape for t in tensors}, source=str(file), allow_missing="(?!)")
+    return keys, tensors
+
+
 def load_paligemma_npz(path: str | os.PathLike[str], reference: Mapping[str, Any]) -> tuple[Params, list[str]]:
     """PaliGemma's own weights (big_vision's .npz), one leaf at a time, and the paths it has nothing for.
 
@@ -201,7 +228,19 @@ def load_paligemma_npz(path: str | os.PathLike[str], reference: Mapping[str, Any
     """
     file = Path(path).expanduser()
     likes = flatten(reference)
-    headers = npz_headers(file)
+    known, missing = _paligemma_keys(file, npz_headers(file), likes)
+    leaves = {}
+    with _npz(file) as archive:
+        for name, keys in known.items():
+            parts = [_as_float(archive[key]) for key in keys.values()]
+            leaves[name] = place(parts[0] if -1 in keys else np.stack(parts), likes[name])
+    return nest(leaves), missing
+
+
+def _paligemma_keys(
+    file: Path, headers: Mapping[str, tuple[tuple[int, ...], str]], likes: Mapping[str, Any]
+) -> tuple[dict[str, dict[int, str]], list[str]]:
+    """Stored keys of each path by layer (-1: stacked), and the paths the file lacks; refuses shapes that differ."""
     sources: dict[str, dict[int, str]] = {}  # path -> layer -> key; a stacked array is layer -1
     for key in headers:
         layer = re.search(r"(encoderblock|layers)_(\d+)/", key)
@@ -214,15 +253,11 @@ def load_paligemma_npz(path: str | os.PathLike[str], reference: Mapping[str, Any
         name: (() if -1 in keys else (len(keys),)) + headers[next(iter(keys.values()))][0]
         for name, keys in known.items()
     }
-    missing = compare(found, shapes_of(reference), source=str(file), allow_missing=NOT_IN_PALIGEMMA)
+    expected = {name: tuple(like.shape) for name, like in likes.items()}
+    missing = compare(found, expected, source=str(file), allow_missing=NOT_IN_PALIGEMMA)
     if extra := sorted(set(sources) - set(known)):
         logger.info("%s holds %d arrays the model does not have:\n%s", file, len(extra), listing(extra))
-    leaves = {}
-    with _npz(file) as archive:
-        for name, keys in known.items():
-            parts = [_as_float(archive[key]) for key in keys.values()]
-            leaves[name] = place(parts[0] if -1 in keys else np.stack(parts), likes[name])
-    return nest(leaves), missing
+    return known, missing
 
 
 def npz_headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -33,12 +33,15 @@ def run(args: argparse.Namespace) -> int:
     from pirl.data import lerobot
     from pirl.data.create import asset_id, find_columns
     from pirl.data.dataset import LeRobotSource, MixedSource
-    from pirl.data.normalize import save_norm_stats
+    from pirl.data.normalize import StatsOrigin, check_absent, save_norm_stats
     from pirl.data.outcomes import OutcomeRule
     from pirl.data.robots import get_robot
     from pirl.data.stats import compute_norm_stats
 
     robot = get_robot(args.robot)
+    folder = args.out or Path("assets") / asset_id(args.data[0])
+    if not args.overwrite:  # before minutes are spent on it
+        check_absent(folder)
     sources = []
     for name in args.data:
         root = lerobot.resolve(name)
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         columns = {name: getattr(found, name) for name in ("mean", "std", "q01", "q99")}
         numbers = [(str(i), *(f"{column[i]:.4f}" for column in columns.values())) for i in range(len(found))]
         print("\n".join(table([("", *columns), *numbers], ">>>>>")))
-    folder = args.out or Path("assets") / asset_id(args.data[0])
-    file = save_norm_stats(folder, stats, overwrite=args.overwrite)
+    origin = StatsOrigin(robot=robot.name, horizon=args.horizon, datasets=tuple(args.data))
+    file = save_norm_stats(folder, stats, origin=origin, overwrite=args.overwrite)
     print(f"{int(data.lengths.sum())} steps of {len(data)} episodes -> {file}")
     return 0

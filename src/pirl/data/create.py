@@ -2,7 +2,7 @@
 
 import shlex
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,7 @@ def create_acrlpd_data_loader(
     height, width = transform.image_size
     if height != width:
         raise ConfigError(f"the model's pictures are {height}x{width}", hint="datasets are read for square pictures")
-    source = create_source(config, transform.robot, image_size=height) if config.repo_ids else None
-    if source is not None:
-        source, _ = split(source, config.held_out, config.seed)
-    if source is not None and config.successes_only:
-        source = successful(source)
+    source = training_source(config, transform.robot, image_size=height) if config.repo_ids else None
     if source is not None and next_observations:
         check_discount(discount, float(np.median(source.lengths)))
     return ACRLPDDataLoader(
@@ -73,6 +69,12 @@ def create_acrlpd_data_loader(
         host_id=host_id,
         host_count=host_count,
     )
+
+
+def training_source(config: DataConfig, robot: Robot, *, image_size: int = 224) -> EpisodeSource:
+    """The episodes to train on: without those held out, and only successes where that is asked."""
+    source, _ = split(create_source(config, robot, image_size=image_size), config.held_out, config.seed)
+    return successful(source) if config.successes_only else source
 
 
 def check_discount(discount: float, steps: float) -> None:
@@ -140,34 +142,47 @@ def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) ->
         raise ConfigError("data: repo_ids is empty", hint="name at least one LeRobot dataset: a folder, or a repo id")
     robot = select_cameras(robot, config.cameras)
     metas = [lerobot.read_meta(lerobot.resolve(name)) for name in config.repo_ids]
-    cameras = [robot.find_cameras(meta.features, meta.cameras) for meta in metas]
-    sizes: dict[str, set[tuple[int, int]]] = {}
-    for meta, keys in zip(metas, cameras, strict=True):
-        for slot, key in keys.items():
-            sizes.setdefault(slot, set()).add(video.frame_size(meta, key, image_size))
-    letterbox = any(len(found) > 1 for found in sizes.values())
-    sources = []
-    for meta, keys, success_file in zip(metas, cameras, config.success_files, strict=True):
-        state_key, action_key = find_columns(robot, meta.features)
-        sources.append(
-            LeRobotSource(
-                meta.root,
-                cameras=keys,
-                state_key=state_key,
-                action_key=action_key,
-                outcome=OutcomeRule(
-                    rule=config.outcome,
-                    success_file=success_file,
-                    failure=config.failure,
-                    failure_reward=config.failure_reward,
-                ),
-                image_size=image_size,
-                resize="exact" if config.exact_resize else "fast",
-                letterbox=letterbox,
-                cache=CacheConfig(tier=config.cache, folder=config.cache_dir),
-            )
-        )
+    letterbox = _proportions_differ(metas, robot, image_size)
+    files = zip(metas, config.success_files, strict=True)
+    sources = [open_dataset(meta, config, robot, file, image_size, letterbox=letterbox) for meta, file in files]
     return sources[0] if len(sources) == 1 else MixedSource(sources, config.weights)
+
+
+def open_dataset(
+    meta: lerobot.DatasetMeta,
+    config: DataConfig,
+    robot: Robot,
+    success_file: str | None,
+    image_size: int,
+    *,
+    letterbox: bool = False,
+) -> LeRobotSource:
+    """One dataset of `config`: its numbers and outcomes are read and checked, its pictures are left alone."""
+    state_key, action_key = find_columns(robot, meta.features)
+    return LeRobotSource(
+        meta.root,
+        cameras=robot.find_cameras(meta.features, meta.cameras),
+        state_key=state_key,
+        action_key=action_key,
+        outcome=OutcomeRule(
+            rule=config.outcome,
+            success_file=success_file,
+            failure=config.failure,
+            failure_reward=config.failure_reward,
+        ),
+        image_size=image_size,
+        resize="exact" if config.exact_resize else "fast",
+        letterbox=letterbox,
+        cache=CacheConfig(tier=config.cache, folder=config.cache_dir),
+    )
+
+
+def _proportions_differ(metas: Sequence[lerobot.DatasetMeta], robot: Robot, image_size: int) -> bool:
+    sizes: dict[str, set[tuple[int, int]]] = {}
+    for meta in metas:
+        for slot, key in robot.find_cameras(meta.features, meta.cameras).items():
+            sizes.setdefault(slot, set()).add(video.frame_size(meta, key, image_size))
+    return any(len(found) > 1 for found in sizes.values())
 
 
 def find_columns(robot: Robot, features: Collection[str]) -> tuple[tuple[str, ...], str]:

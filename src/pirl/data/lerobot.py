@@ -99,21 +99,35 @@ class DatasetMeta:
         return feature
 
 
+def to_download(name: str | Path) -> list[Path]:
+    """Where a dataset was looked for that only the hub may have; empty if it is here, or is no repo id."""
+    looked = _places(name)
+    here = any((folder / INFO_FILE).is_file() for folder in looked)
+    return [] if here or not _is_repo_id(name) else looked
+
+
+def _places(name: str | Path) -> list[Path]:
+    return list(dict.fromkeys([Path(name).expanduser(), paths.lerobot_home() / name]))
+
+
+def _is_repo_id(name: str | Path) -> bool:
+    parts = str(name).split("/")
+    return len(parts) == 2 and all(parts) and not parts[0].startswith((".", "~")) and not _places(name)[0].is_dir()
+
+
 def resolve(name: str | Path) -> Path:
     """The folder of a dataset: a local path, or a repo id in LeRobot's home, downloaded there when it is absent."""
-    home = paths.lerobot_home()
-    looked = list(dict.fromkeys([Path(name).expanduser(), home / name]))
+    looked = _places(name)
     for folder in looked:
         if journal.exists(folder, folder / INFO_FILE):
             return folder
     tried = [f"{folder} (no {INFO_FILE})" if folder.is_dir() else f"{folder} (no such folder)" for folder in looked]
-    parts = str(name).split("/")
-    if len(parts) != 2 or not all(parts) or parts[0].startswith((".", "~")) or looked[0].is_dir():
+    if not _is_repo_id(name):
         raise DataError(
             f"no LeRobot dataset at {name}; looked at\n{listing(tried)}",
             hint="give a dataset folder, or a Hugging Face repo id such as lerobot/aloha_sim_transfer_cube_human",
         )
-    return _download(str(name), home / name, tried)
+    return _download(str(name), looked[-1], tried)
 
 
 def _download(repo_id: str, target: Path, tried: list[str]) -> Path:

@@ -5,10 +5,16 @@ wrote is read here. Any difference in arithmetic would move the robot.
 """
 
 import json
+<<<<<<< HEAD
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+=======
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+>>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -25,6 +31,7 @@ EPSILON = 1e-6
 QUANTILE_BINS = 5000
 _LARGEST = float(np.finfo(np.float32).max)
 
+_ORIGIN = "computed_for"
 _HINT = (
     "compute them with `pirl norm-stats DATASET --robot NAME`, "
     "or copy assets/<asset_id>/norm_stats.json of an OpenPI checkpoint"
@@ -46,6 +53,18 @@ class NormStats:
 
     def __len__(self) -> int:
         return len(self.mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsOrigin:
+    """What statistics were computed for; `norm_stats.json` holds it beside them, where OpenPI does not look."""
+
+    robot: str
+    """The robot's name."""
+    horizon: int
+    """Actions per chunk: statistics of relative actions depend on it."""
+    datasets: tuple[str, ...] = ()
+    """The datasets, as they were named."""
 
 
 def normalize(x: Float[Array, "*B D"], stats: NormStats, *, quantile: bool = False) -> Float[Array, "*B D"]:
@@ -81,6 +100,7 @@ def _quantiles(stats: NormStats) -> tuple[Array, Array]:
 
 def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
     """Read OpenPI's `norm_stats.json`; `path` is the file or the folder it is in."""
+<<<<<<< HEAD
     path = Path(path)
     file = path if path.suffix == ".json" else path / NORM_STATS_FILE
     try:
@@ -93,6 +113,9 @@ def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
         content = parse_json(text, where=str(file))
     except DataError as error:
         raise DataError(f"not JSON: {error.message}", hint=_HINT) from error
+=======
+    file, content = _read_stats(path)
+>>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
     entries = content.get("norm_stats") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         raise DataError(f"{file} has no 'norm_stats' object at its top", hint=_HINT)
@@ -100,6 +123,28 @@ def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
         if key not in entries:
             raise DataError(f"{file} has no statistics of {key!r}; it has {sorted(entries)}", hint=_HINT)
     return {key: _parse_entry(entry, f"{file}: {key}") for key, entry in entries.items()}
+
+
+def load_origin(path: str | Path) -> StatsOrigin | None:
+    """What the statistics in a file or folder were computed for; None where it does not say, as OpenPI's never do."""
+    _, content = _read_stats(path)
+    found = content.get(_ORIGIN) if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("horizon"), int):
+        return None
+    names = found.get("datasets")
+    datasets = tuple(map(str, names)) if isinstance(names, list) else ()
+    return StatsOrigin(robot=str(found.get("robot")), horizon=found["horizon"], datasets=datasets)
+
+
+def _read_stats(path: str | Path) -> tuple[Path, Any]:
+    path = Path(path)
+    file = path if path.suffix == ".json" else path / NORM_STATS_FILE
+    try:
+        return file, json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"no normalisation statistics at {file}", hint=_HINT) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{file} cannot be read as JSON: {error}", hint=_HINT) from error
 
 
 def _parse_entry(entry: object, where: str) -> NormStats:
@@ -128,6 +173,7 @@ def _parse_entry(entry: object, where: str) -> NormStats:
     return NormStats(**fields)
 
 
+<<<<<<< HEAD
 def _check_dimensions(where: str, values: Sequence[object], good: Bool[Array, "D"], problem: str) -> None:
     """Name the dimensions whose statistics would move a robot wrongly."""
     wrong = np.flatnonzero(~good).tolist()
@@ -138,14 +184,31 @@ def _check_dimensions(where: str, values: Sequence[object], good: Bool[Array, "D
 
 def save_norm_stats(directory: str | Path, stats: Mapping[str, NormStats], *, overwrite: bool = False) -> Path:
     """Write `norm_stats.json` into a folder, as OpenPI writes it; returns the file."""
+=======
+def check_absent(directory: str | Path) -> None:
+    """Refuse a folder that holds statistics already."""
+    if (file := Path(directory) / NORM_STATS_FILE).exists():
+        raise DataError(f"{file} exists", hint="--overwrite replaces the statistics; --out writes others elsewhere")
+
+
+def save_norm_stats(
+    directory: str | Path,
+    stats: Mapping[str, NormStats],
+    *,
+    origin: StatsOrigin | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write `norm_stats.json` into a folder, as OpenPI writes it, and what it was computed for; returns the file."""
+>>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
     file = Path(directory) / NORM_STATS_FILE
-    if file.exists() and not overwrite:
-        raise DataError(f"{file} exists", hint="delete it, or pass overwrite, to replace the statistics")
+    if not overwrite:
+        check_absent(directory)
     names = ("mean", "std", "q01", "q99")
     entries = {
         key: {name: None if (value := getattr(entry, name)) is None else value.tolist() for name in names}
         for key, entry in stats.items()
     }
+<<<<<<< HEAD
     created = [folder for folder in file.parents if not folder.exists()]
     try:
         write_text(file, json.dumps({"norm_stats": entries}, indent=2, allow_nan=False))
@@ -156,6 +219,10 @@ def save_norm_stats(directory: str | Path, stats: Mapping[str, NormStats], *, ov
         raise DataError(
             f"{file} cannot be written ({error})", hint="free some space on the disk, or give another folder"
         ) from error
+=======
+    content = {"norm_stats": entries} | ({} if origin is None else {_ORIGIN: asdict(origin)})
+    write_text(file, json.dumps(content, indent=2, allow_nan=False))
+>>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
     return file
 
 

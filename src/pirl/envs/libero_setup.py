@@ -58,12 +58,7 @@ class Task:
 
 def prepare(assets: str | None) -> None:
     """Make `import libero` work in this process, with these assets; an error names what is missing."""
-    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-        raise EnvError(
-            f"LIBERO needs {', '.join(missing)}, which cannot be imported",
-            hint="pip install 'pirl[libero]', then "
-            "pip install --no-deps robosuite==1.4.0 bddl==1.0.1 hf-libero==0.1.4 (see docs/environments.md)",
-        )
+    check_packages()
     folder = find_assets(assets)
     if (gl := choose_gl()) is not None:
         os.environ["MUJOCO_GL"] = gl  # else robosuite insists on EGL, also where there is no GPU
@@ -73,6 +68,16 @@ def prepare(assets: str | None) -> None:
         raise EnvError("the package libero is not hf-libero", hint="pip install --no-deps hf-libero==0.1.4")
     # The only place it looks at: the key `assets` of its configuration file is not read.
     libero._assets_path_cache = str(folder)
+
+
+def check_packages() -> None:
+    """Refuse to go on without LIBERO's packages."""
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise EnvError(
+            f"LIBERO needs {', '.join(missing)}, which cannot be imported",
+            hint="pip install 'pirl[libero]', then "
+            "pip install --no-deps robosuite==1.4.0 bddl==1.0.1 hf-libero==0.1.4 (see docs/environments.md)",
+        )
 
 
 def find_assets(assets: str | None) -> Path:

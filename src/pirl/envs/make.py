@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 
 from pirl.envs.config import AlohaConfig, EnvConfig, GymConfig, LiberoConfig, OGBenchConfig, TabletopConfig
 from pirl.envs.env import EnvBatch, RobotEnv, SeparateEnvs
+from pirl.errors import MissingExtraError
 
 _SIMULATORS: dict[type, tuple[str, str]] = {
     TabletopConfig: ("pirl.envs.tabletop", "TabletopEnv"),
@@ -15,12 +17,30 @@ _SIMULATORS: dict[type, tuple[str, str]] = {
 }
 """Where each simulator lives; imported only when it is asked for, as each is an extra."""
 
+_PACKAGES: dict[type, tuple[tuple[str, str], ...]] = {
+    AlohaConfig: (("gym_aloha", "aloha"), ("dm_control", "aloha")),
+    OGBenchConfig: (("ogbench", "ogbench"),),
+}
+"""What they need, and the extra that brings it."""
+
 
 def make_env(config: EnvConfig) -> RobotEnv:
     """One environment."""
     module, name = _SIMULATORS[type(config)]
     build: Callable[[EnvConfig], RobotEnv] = getattr(import_module(module), name)
     return build(config)
+
+
+def check_installed(config: EnvConfig) -> None:
+    """Refuse an environment whose packages or assets are missing; imports no simulator."""
+    if isinstance(config, LiberoConfig):
+        from pirl.envs.libero_setup import check_packages, find_assets
+
+        check_packages()
+        find_assets(config.assets)
+    for package, extra in _PACKAGES.get(type(config), ()):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, extra, f"the environment {type(config).__name__.removesuffix('Config')}")
 
 
 def make_batch(config: EnvConfig, size: int) -> EnvBatch:

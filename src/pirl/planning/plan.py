@@ -305,19 +305,20 @@ def _loads(config: RLTrainConfig, fsdp: int, whole: bool) -> tuple[Load, ...]:
 def batch_shapes(config: RLTrainConfig, size: int) -> Any:
     """Shapes of a batch as the algorithm gets it."""
     model, agent = config.model, config.agent
-    assert isinstance(model, Pi0Config)
 
     def rows(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, *shape), dtype)
 
-    picture = rows(model.image_size, model.image_size, 3, dtype=jnp.uint8)
+    side = model.image_size if isinstance(model, Pi0Config) else 224
+    picture = rows(side, side, 3, dtype=jnp.uint8)
     observations = {
         "image": dict.fromkeys(config.cameras, picture),
         "image_mask": dict.fromkeys(config.cameras, rows(dtype=bool)),
-        "state": rows(model.action_dim),
-        "tokenized_prompt": rows(model.token_len, dtype=jnp.int32),
-        "tokenized_prompt_mask": rows(model.token_len, dtype=bool),
+        "state": rows(config.state_dim),
     }
+    if config.data.tokenizer != "none":
+        observations["tokenized_prompt"] = rows(config.token_len, dtype=jnp.int32)
+        observations["tokenized_prompt_mask"] = rows(config.token_len, dtype=bool)
     chunks, steps, number = rows(model.horizon, model.action_dim), rows(model.horizon), rows()
     demonstrations = {"observations": observations, "actions": chunks, "valid": steps}
     if isinstance(agent, RIPTConfig):

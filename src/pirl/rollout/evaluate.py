@@ -13,6 +13,8 @@ from pirl.rollout.collect import CollectStats, collect, numbered
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 
+EVAL_METRICS = ("eval/success_rate", "eval/success_low", "eval/success_high", "eval/return", "eval/length")
+"""What an evaluation logs."""
 Z95 = 1.959963984540054
 
 

@@ -62,13 +62,19 @@ def build_transform(config: RLTrainConfig) -> Transform:
 
 def _stats_of_weights(config: RLTrainConfig) -> dict[str, NormStats] | None:
     """The statistics beside the weights a run starts from, which speak their language, unless `assets_dir` has some."""
+    folder = stats_of_weights(config)
+    return None if folder is None else load_norm_stats(folder)
+
+
+def stats_of_weights(config: RLTrainConfig) -> Path | None:
+    """The folder of these statistics; None where `assets_dir` has some, or the weights come with none."""
     own = Path(config.data.assets_dir).expanduser() / asset_id(config) / NORM_STATS_FILE
     if config.init_weights is None or "://" in config.init_weights or own.is_file():
         return None
     found = sorted((Path(config.init_weights).expanduser() / ASSETS_ITEM).rglob(NORM_STATS_FILE))
     named = [file for file in found if file.parent.as_posix().endswith(asset_id(config))]
     chosen = named if named else found
-    return load_norm_stats(chosen[0].parent) if len(chosen) == 1 else None
+    return chosen[0].parent if len(chosen) == 1 else None
 
 
 @contextmanager

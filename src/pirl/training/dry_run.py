@@ -1,4 +1,7 @@
-"""`--dry-run`: build everything, compile one step, say what it would take, write nothing."""
+"""`--dry-run`: after the checks, the plan: shapes, memory and disk of one compiled step.
+
+No frame is read and nothing is written.
+"""
 
 from typing import Any
 
@@ -8,22 +11,24 @@ from rich.table import Table
 
 from pirl.agents.agent import TrainState
 from pirl.config import RLTrainConfig
-from pirl.parallel.sharding import FSDP_AXIS, replicated, validate_fsdp_sharding
+from pirl.parallel.sharding import FSDP_AXIS, data_sharding, replicated, validate_fsdp_sharding
 from pirl.planning.flops import count_flops, update_flops
 from pirl.planning.memory import breakdown
-from pirl.training.streams import Stream
+from pirl.planning.plan import batch_shapes
+from pirl.training.preflight import checkpoint_bytes
 
 GIB = 2**30
 
 
-def describe_run(
-    config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any, stream: Stream
-) -> None:
+def describe_run(config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any) -> None:
     """Print the state's size by part, where it lies, and what the compiled step needs."""
     console = Console()
     console.print(str(breakdown(shapes, fsdp=mesh.shape[FSDP_AXIS])), markup=False)
     placed = validate_fsdp_sharding(shapes, mesh)
-    batch = stream.example()
+    rows = data_sharding(mesh)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch_shapes(config, config.batch_size)
+    )
     key = jax.random.key(0)
     compiled = update.lower(shapes, batch, jax.device_put(key, replicated(mesh))).compile()
     table = Table(title=f"{config.name}: one step, compiled", show_header=False)
@@ -35,8 +40,12 @@ def describe_run(
     needed, run = update_flops(config, shapes, batch), count_flops(update, shapes, batch, key)
     again = f", and {(run - needed) / 1e12:.4g} again to save memory" if run > needed else ""
     table.add_row("arithmetic, all devices", f"{needed / 1e12:.4g} TFLOP{again}")
-    table.add_row("batch", ", ".join(f"{name} {tuple(x.shape)}" for name, x in _named(batch)))
+    needed_disk, steps = checkpoint_bytes(config, shapes)
+    table.add_row("disk, at most", f"{needed_disk / 1e9:.2f} GB for {steps} step(s) in {config.run_dir}")
     console.print(table)
+    console.print(
+        "batch:", *(f"  {name} {tuple(x.shape)} {x.dtype}" for name, x in _named(batch)), sep="\n", soft_wrap=True
+    )
     console.print("dry run: nothing was written")
 
 

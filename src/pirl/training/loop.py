@@ -21,11 +21,12 @@ from pirl.errors import EnvError
 from pirl.models.config import Pi0Config
 from pirl.models.params import Params
 from pirl.parallel import distributed
-from pirl.parallel.sharding import check_batch, make_mesh, sharded_shapes, state_shardings
+from pirl.parallel.sharding import make_mesh, sharded_shapes, state_shardings
 from pirl.planning.flops import count_flops, update_flops
 from pirl.planning.memory import GPUMemoryMonitor
 from pirl.planning.plan import batch_shapes, with_choices
 from pirl.rollout.collect import CollectionStoppedError
+from pirl.training import preflight
 from pirl.training.build import asset_id, build_acting, build_transform, load_policy
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
@@ -60,20 +61,20 @@ def train(
     """
     distributed.initialize()
     mesh = make_mesh(config.mesh.fsdp)
-    check_batch(config.batch_size, mesh)
     ahead = agent is None and isinstance(config.model, Pi0Config) and not (dry_run or config.debug_nans)
-    agent, transform = agent or build_agent(with_choices(config)), build_transform(config)
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
-    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
+    shapes = sharded_shapes(mesh, jax.eval_shape((agent or build_agent(config)).init, init_key))
+    preflight.check(config, agent or build_agent(config), mesh, shapes, resume=resume, overwrite=overwrite)
+    agent, transform = agent or build_agent(with_choices(config)), build_transform(config)
     with ExitStack() as parts:
         parts.enter_context(jax.debug_nans(config.debug_nans))
         update = parts.enter_context(Step(agent, mesh, shapes))
         if ahead:  # while data and weights are read
             update.prepare(shapes, batch_shapes(config, config.batch_size), train_key)
-        stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh))
         if dry_run:
-            describe_run(config, mesh, shapes, update, stream)
+            describe_run(config, mesh, shapes, update)
             return 0
+        stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh))
         going_on = prepare_directory(config.run_dir, resume=resume, overwrite=overwrite)
         if going_on:  # before anything in the folder is changed
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from pirl.agents.agent import TrainState
 from pirl.agents.config import RIPTConfig
 from pirl.agents.flow_objectives import accepted, group_advantages
+from pirl.config import RLTrainConfig
 from pirl.data.loader import ACRLPDDataLoader, put_on_devices
 from pirl.data.replay import ReplayBuffer, prune
 from pirl.data.transforms import flatten
@@ -31,6 +32,25 @@ from pirl.rollout.curriculum import Curriculum
 from pirl.rollout.policy import replay_frames
 from pirl.rollout.pool import Lost
 from pirl.rollout.rows import PlanRows, first_rows, minibatches, plan_rows
+
+_COLLECTED = "rollout/lost_episodes time/env_steps_per_second time/env_share time/policy_share time/occupancy"
+_ONLINE = "online/success_rate online/episodes online/env_steps online/replay_episodes"
+_RIPT = "ript/success_rate ript/attempted_groups ript/accepted_groups ript/collected_rows ript/updates"
+_CURRICULUM = "curriculum/success_mean curriculum/solved_share curriculum/hopeless_share curriculum/entropy"
+LOGGED = {
+    "data": ("time/stall_fraction",),
+    "collected": tuple(_COLLECTED.split()),
+    "online": tuple(_ONLINE.split()),
+    "ript": tuple(f"{_RIPT} {_CURRICULUM}".split()),
+}
+"""Metrics of the streams by kind; a test holds them to it."""
+
+
+def logged_names(config: RLTrainConfig) -> tuple[str, ...]:
+    """What the stream of a run logs, besides what its updates do."""
+    if isinstance(config.agent, RIPTConfig):
+        return LOGGED["ript"] + LOGGED["collected"]
+    return LOGGED["data"] + (LOGGED["online"] + LOGGED["collected"] if config.online is not None else ())
 
 
 @runtime_checkable

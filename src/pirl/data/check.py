@@ -1,0 +1,134 @@
+"""What is wrong with the data of a run, found before a frame is decoded: datasets, tokenizer, statistics.
+
+Every function gives all problems it finds as errors with their hints, instead of raising the first one.
+"""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from pirl.data import lerobot
+from pirl.data.config import DataConfig
+from pirl.data.create import SYNTHETIC, asset_id, create_tokenizer, find_columns, open_dataset, select_cameras
+from pirl.data.dataset import LeRobotSource, MixedSource
+from pirl.data.normalize import load_norm_stats, load_origin
+from pirl.data.robots import Robot
+from pirl.errors import DataError, PirlError, PirlWarning
+from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
+
+
+class NotHereError(PirlError):
+    """Something that must be downloaded before it can be checked."""
+
+
+def dataset_problems(
+    config: DataConfig, robot: Robot, *, image_size: int, download: bool = False
+) -> Iterator[PirlError]:
+    """Datasets that are not there, do not hold what the robot has, or do not go together.
+
+    One that only the hub may have is `NotHereError`, unless it may be downloaded.
+    """
+    if config.repo_ids == (SYNTHETIC,):
+        return
+    robot = select_cameras(robot, config.cameras)
+    sources: list[LeRobotSource] = []
+    for name, success_file in zip(config.repo_ids, config.success_files, strict=True):
+        if not download and (places := lerobot.to_download(name)):
+            yield NotHereError(
+                f"dataset {name} is not on this machine; looked at {', '.join(map(str, places))}",
+                hint="check the path; a repo id is downloaded once everything else is right",
+            )
+            continue
+        try:
+            meta = lerobot.read_meta(lerobot.resolve(name))
+            yield from _size_problems(name, meta, robot)
+            sources.append(open_dataset(meta, config, robot, success_file, image_size, letterbox=True))
+        except PirlError as error:
+            yield error
+    if len(sources) < 2 or len(sources) < len(config.repo_ids):
+        return
+    rates = {source.meta.root.name: source.meta.fps for source in sources}
+    if len(set(rates.values())) > 1:
+        yield DataError(
+            f"the datasets run at different rates: {', '.join(f'{name} {fps} fps' for name, fps in rates.items())}",
+            hint="a chunk of H actions would last differently long: resample them to one rate, or train on one of them",
+        )
+    try:
+        MixedSource(sources, config.weights)
+    except PirlError as error:
+        yield error
+
+
+def _size_problems(name: str, meta: lerobot.DatasetMeta, robot: Robot) -> Iterator[DataError]:
+    """State and actions of another size than the robot's."""
+    state_keys, action_key = find_columns(robot, meta.features)
+    for what, keys, expected in (
+        (STATE, state_keys, robot.state_dim),
+        (ACTIONS, (action_key,), robot.action_dim),
+    ):
+        if not set(keys) <= set(meta.features):
+            continue  # said by who reads them
+        found = sum(meta.features[key].shape[0] if meta.features[key].shape else 1 for key in keys)
+        if found != expected:
+            yield DataError(
+                f"{name}: {what} ({' + '.join(keys)}) has {found} dimensions, robot {robot.name!r} has {expected}",
+                hint=f"the dataset says it is of {meta.robot or 'an unnamed robot'}: set --data.robot, "
+                "or describe yours with --data.robot module:NAME",
+            )
+
+
+def tokenizer_problems(choice: str) -> Iterator[PirlError]:
+    """A tokenizer that is not there."""
+    try:
+        create_tokenizer(choice)
+    except PirlError as error:
+        yield error
+
+
+def norm_stats_problems(
+    config: DataConfig, robot: Robot, folder: Path, *, horizon: int, quantile: bool
+) -> Iterator[PirlError | PirlWarning]:
+    """Statistics in a folder that are missing, of another robot, or of another horizon."""
+    words = ["pirl", "norm-stats", *(config.repo_ids or ("DATASET",)), "--robot", robot.name]
+    command = shlex.join([*words, "--horizon", str(horizon), "--out", str(folder)])
+    if not (folder / NORM_STATS_FILE).is_file():
+        yield DataError(
+            f"no normalisation statistics at {folder / NORM_STATS_FILE}",
+            hint=f"compute them: {command}; or copy those of the checkpoint that training starts from",
+        )
+        return
+    try:
+        stats, origin = load_norm_stats(folder), load_origin(folder)
+    except PirlError as error:
+        yield error
+        return
+    for key, dim in ((STATE, robot.state_dim), (ACTIONS, robot.action_dim)):
+        found = stats[key]
+        if len(found) < dim or (quantile and (found.q01 is None or found.q99 is None)):
+            yield DataError(
+                f"{folder / NORM_STATS_FILE}: {key} has {len(found)} dimensions"
+                f"{'' if found.q01 is not None else ' and no quantiles'}; "
+                f"robot {robot.name!r} needs {dim}{' with q01 and q99' if quantile else ''}",
+                hint=f"compute them again: {command} --overwrite",
+            )
+    if origin is not None and origin.robot != robot.name:
+        yield DataError(
+            f"{folder / NORM_STATS_FILE} was computed for robot {origin.robot!r}, this run is of {robot.name!r}",
+            hint=f"compute them again: {command} --overwrite",
+        )
+    if origin is not None and origin.horizon != horizon:
+        problem = f"{folder / NORM_STATS_FILE} was computed for chunks of {origin.horizon} actions, the model predicts "
+        problem += f"{horizon}"
+        if any(robot.delta_mask):
+            yield DataError(
+                f"{problem}; statistics of relative actions depend on it",
+                hint=f"compute them again: {command} --overwrite",
+            )
+        else:
+            yield PirlWarning(f"{problem}: actions of {robot.name!r} are absolute, so that the numbers hardly differ")
+
+
+def norm_stats_folder(config: DataConfig) -> Path | None:
+    """Where the statistics of a run are looked for; None where nothing names them."""
+    named = config.asset_id or (asset_id(config.repo_ids[0]) if config.repo_ids else None)
+    return None if named is None else Path(config.assets_dir).expanduser() / named

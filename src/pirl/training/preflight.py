@@ -1,0 +1,288 @@
+"""Checks before a run: everything that is wrong with it, at once, before a frame is decoded or a program compiled.
+
+`check` reads metadata alone (of weights names and shapes, of datasets their columns) and changes nothing on disk. What
+would have to be downloaded is looked at last, if nothing else is wrong. `pirl train` and `--dry-run` make the same
+checks.
+"""
+
+import math
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from pirl.agents.agent import Agent, TrainState
+from pirl.agents.config import RIPTConfig
+from pirl.build import schedules
+from pirl.checkpoints.fetch import to_download
+from pirl.checkpoints.ocdbt import read_json
+from pirl.checkpoints.restore import check_tree
+from pirl.checkpoints.run import EXTRA_FILE, EXTRA_ITEM, split_state, steps_to_keep
+from pirl.checkpoints.run_directory import METADATA_FILE, check_directory, complete_steps
+from pirl.checkpoints.run_metadata import refused_changes
+from pirl.checkpoints.weights import check_fits
+from pirl.config import RLTrainConfig
+from pirl.config_io import to_dict
+from pirl.data import check as data
+from pirl.data.create import SYNTHETIC, training_source
+from pirl.data.lerobot import to_download as to_download_dataset
+from pirl.data.pool import fingerprint
+from pirl.envs.make import check_installed
+from pirl.errors import CheckpointError, ConfigError, PirlError, PirlWarning, did_you_mean, listing, numbered
+from pirl.models import pi0
+from pirl.models.config import Pi0Config
+from pirl.names import TRAIN_STATE_ITEM
+from pirl.parallel.sharding import check_batch, validate_fsdp_sharding
+from pirl.planning.memory import leaf_bytes
+from pirl.planning.plan import batch_shapes
+from pirl.rollout.evaluate import EVAL_METRICS
+from pirl.training.build import stats_of_weights
+from pirl.training.streams import logged_names
+
+GB = 10**9
+TIMES = ("time/step_seconds", "time/samples_per_second", "time/mfu", "time/stall_fraction")
+
+
+class PreflightError(PirlError):
+    """Several things are wrong with a run; none of them has changed anything."""
+
+    def __init__(self, problems: list[PirlError]) -> None:
+        found = numbered([(problem.message, problem.hint) for problem in problems])
+        super().__init__(f"{len(problems)} problems; nothing was started or changed\n{found}")
+        self.problems = tuple(problems)
+
+
+def check(
+    config: RLTrainConfig,
+    agent: Agent,
+    mesh: jax.sharding.Mesh,
+    shapes: TrainState,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    fresh_if_missing: bool = False,
+) -> None:
+    """Refuse a run that cannot succeed: one problem as its own error, several as a `PreflightError` with all of them.
+
+    `shapes` is the training state's, with its shardings.
+    """
+    modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
+    checks: list[Callable[[], Iterator[PirlError | PirlWarning]]] = [
+        partial(folder_problems, config, shapes, **modes),
+        partial(device_problems, config, mesh, shapes),
+        partial(environment_problems, config),
+        partial(data_problems, config),
+        partial(weight_problems, config),
+        partial(metric_problems, config, agent, shapes),
+        partial(disk_problems, config, shapes),
+    ]
+    problems = _collect(checks)
+    if problems and all(isinstance(problem, data.NotHereError) for problem in problems):
+        problems = _collect(
+            [partial(data_problems, config, download=True), partial(weight_problems, config, download=True)]
+        )
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise PreflightError(problems)
+
+
+def _collect(checks: list[Callable[[], Iterator[PirlError | PirlWarning]]]) -> list[PirlError]:
+    """What the checks give or raise; warnings are shown."""
+    problems: list[PirlError] = []
+    for one in checks:
+        try:
+            for found in one():
+                if isinstance(found, PirlError):
+                    problems.append(found)
+                else:
+                    warnings.warn(found, stacklevel=3)
+        except PirlError as error:
+            problems.append(error)
+    return problems
+
+
+def folder_problems(config: RLTrainConfig, shapes: TrainState, **modes: bool) -> Iterator[PirlError]:
+    """A run folder that is taken, has nothing to resume from, or holds a state of another shape."""
+    if not check_directory(config.run_dir, **modes):
+        return
+    step = complete_steps(config.run_dir)[-1]
+    folder = config.run_dir / str(step)
+    file = folder / EXTRA_ITEM / METADATA_FILE
+    saved = read_json(file).get("config", {}) if file.is_file() else {}
+    if refused := refused_changes(saved, to_dict(config)):
+        yield CheckpointError(
+            f"{folder} was trained with other settings that shape its state\n{listing(list(refused.values()))}",
+            hint="resume with the saved settings, or start a new run from its weights: "
+            f"--exp-name NAME --init-weights {folder}",
+        )
+        return
+    item = folder / TRAIN_STATE_ITEM
+    if not item.is_dir():
+        yield CheckpointError(
+            f"{folder} holds weights only (checkpoint.save params)",
+            hint=f"start a new run from them: --exp-name NAME --init-weights {folder}",
+        )
+        return
+    check_tree(item, split_state(shapes)[1])
+    yield from position_problems(config, read_json(folder / EXTRA_ITEM / EXTRA_FILE).get("stream", {}))
+
+
+def position_problems(config: RLTrainConfig, saved: Mapping[str, Any]) -> Iterator[PirlError]:
+    """Data other than those a run began with; their positions mean nothing then."""
+    for what, had, has in (
+        ("collects episodes with `online`", "replay" in saved, config.online is not None),
+        ("reads a dataset", "data" in saved, needs_data(config)),
+    ):
+        if had != has:
+            yield CheckpointError(
+                f"the saved run {'' if had else 'never '}{what}, this one {'does' if has else 'does not'}",
+                hint="resume with the saved setting, or start a new run from its weights",
+            )
+            return
+    position, names = saved.get("data"), config.data.repo_ids
+    if position is None:
+        return
+    if position["seed"] != config.data.seed:
+        yield CheckpointError(
+            f"data.seed was {position['seed']}, now it is {config.data.seed}",
+            hint="resume with the seed the run began with",
+        )
+    elif names and (names == (SYNTHETIC,) or not any(map(to_download_dataset, names))):
+        size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
+        source = training_source(config.data, config.robot, image_size=size)
+        if fingerprint(source) != position["fingerprint"]:
+            yield CheckpointError(
+                f"{', '.join(names)}: the datasets, their labels or their weights have changed since the run began",
+                hint="resume with the same data, or start a new run from its weights: --exp-name NAME "
+                "--init-weights CHECKPOINT",
+            )
+
+
+def device_problems(config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState) -> Iterator[PirlError]:
+    """A batch that the devices cannot share, or weights that cannot be sharded."""
+    try:
+        check_batch(config.batch_size, mesh)
+        per_device, parts = config.batch_size // mesh.size, config.agent.accumulate
+        if per_device % parts:
+            raise ConfigError(
+                f"each of {mesh.size} device(s) gets {per_device} samples, in {parts} parts",
+                hint=f"take a batch size that is a multiple of devices × agent.accumulate = {mesh.size * parts}",
+            )
+    except ConfigError as error:
+        yield error
+    validate_fsdp_sharding(shapes, mesh)
+
+
+def environment_problems(config: RLTrainConfig) -> Iterator[PirlError]:
+    """Simulators that are not installed."""
+    if config.env is not None and (config.acts or config.evaluation):
+        check_installed(config.env)
+    return iter(())
+
+
+def needs_data(config: RLTrainConfig) -> bool:
+    """Whether the run reads a dataset."""
+    return not isinstance(config.agent, RIPTConfig) or config.agent.bc_weight > 0
+
+
+def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError | PirlWarning]:
+    """Datasets, tokenizer and statistics."""
+    names, robot = config.data.repo_ids, config.robot
+    if needs_data(config):
+        size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
+        yield from data.dataset_problems(config.data, robot, image_size=size, download=download)
+    yield from data.tokenizer_problems(config.data.tokenizer)
+    if names == (SYNTHETIC,):
+        return
+    if (folder := data.norm_stats_folder(config.data)) is not None:
+        folder = stats_of_weights(config) or folder
+        found = data.norm_stats_problems(
+            config.data, robot, folder, horizon=config.horizon, quantile=config.quantile_norm
+        )
+        yield from found
+    elif needs_data(config):
+        hint = "name one: --data-path DATASET (a LeRobot folder or a hub repo id)"
+        yield ConfigError(f"{config.name} has no dataset", hint=hint)
+    else:
+        yield ConfigError(
+            "neither data.asset_id nor a dataset says whose normalisation statistics to use",
+            hint=f"--data.asset-id NAME, the folder below {config.data.assets_dir} that holds them",
+        )
+
+
+def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError]:
+    """Weights that are not there or are another model's, told by their names and shapes alone."""
+    where = config.init_weights
+    if where is None or not isinstance(config.model, Pi0Config):
+        return
+    if not download and (place := to_download(where)):
+        yield data.NotHereError(
+            f"the weights {where} are not on this machine; looked at {place}",
+            hint="they are downloaded once everything else is right",
+        )
+    else:
+        check_fits(where, pi0.param_shapes(config.model))
+
+
+def metric_problems(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> Iterator[PirlError]:
+    """Metrics that are to stop a run or choose checkpoints, and that the run never logs."""
+    rules = {"early_stop": config.early_stop, "checkpoint.keep_best": config.checkpoint.keep_best}
+    for name, rule in rules.items():
+        if rule is None:
+            continue
+        known = metric_names(config, agent, shapes)
+        if rule.metric.startswith("eval/") and rule.metric in EVAL_METRICS and config.evaluation is None:
+            yield ConfigError(
+                f"{name}.metric is {rule.metric!r}, and the run does not evaluate",
+                hint="--evaluation.interval N evaluates every N steps (it needs an environment)",
+            )
+        elif known is not None and rule.metric not in known:
+            error = did_you_mean(rule.metric, known, kind=f"metric in {name}.metric:")
+            yield ConfigError(error.message, hint=error.hint)
+    best = config.checkpoint.keep_best
+    if best and best.metric in EVAL_METRICS and config.evaluation is not None:
+        every, saved = config.evaluation.interval, config.checkpoint.save_interval
+        if every % saved and saved % every and math.lcm(every, saved) > config.num_train_steps:
+            yield ConfigError(
+                f"no step is both evaluated (every {every}) and saved (every {saved}), so that none can be the best",
+                hint=f"make one a multiple of the other: --checkpoint.save-interval {every}",
+            )
+
+
+def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set[str] | None:
+    """The metrics that a run logs; None for an algorithm whose batches are not known here."""
+    try:
+        batch, key = batch_shapes(config, config.batch_size), jax.eval_shape(lambda: jax.random.key(0))
+        _, metrics = jax.eval_shape(agent.update, shapes, batch, key)
+    except Exception:  # its own kind of batch
+        return None
+    evaluated = EVAL_METRICS if config.evaluation is not None else ()
+    return {*metrics, *schedules(config), *TIMES, *logged_names(config), *evaluated}
+
+
+def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlError]:
+    """Less free space than the checkpoints will take that the run keeps, and the one that is being written."""
+    needed, steps = checkpoint_bytes(config, shapes)
+    place = next(parent for parent in (config.run_dir, *config.run_dir.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        yield CheckpointError(
+            f"the checkpoints take up to {needed / GB:.1f} GB ({steps} steps), and {place} has {free / GB:.1f} GB free",
+            hint="keep fewer (--checkpoint.keep-period None, --checkpoint.keep-last 1), save weights only "
+            "(--checkpoint.save params), or name another disk: --checkpoint.base-dir PATH",
+        )
+
+
+def checkpoint_bytes(config: RLTrainConfig, shapes: TrainState) -> tuple[int, int]:
+    """Bytes and number of the steps that are on disk at once, at most: those kept, and the one being written."""
+    rule, total = config.checkpoint, config.num_train_steps
+    steps = sorted({*range(rule.save_interval, total + 1, rule.save_interval), total})
+    scores = {step: float(step) for step in steps} if rule.keep_best else {}
+    most = min(len(steps_to_keep(steps, scores, rule)) + 1, len(steps))
+    served, rest = split_state(shapes)
+    weights, others = (sum(map(leaf_bytes, jax.tree.leaves(tree))) for tree in (served, rest))
+    return most * (weights + others), most
