@@ -222,10 +222,13 @@ def test_overwriting_starts_again(tmp_path: Path) -> None:
     config = small_run(tmp_path, BC, num_train_steps=3, log_interval=1)
     assert loop.train(config) == 0
     (config.run_dir / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds what pirl did not write(.|\n)*notes\.txt"):
+        loop.train(replace(config, num_train_steps=2, seed=1), overwrite=True)
+    assert steps_of(config) == [3]
+    (config.run_dir / "notes.txt").unlink()
     assert loop.train(replace(config, num_train_steps=2, seed=1), overwrite=True) == 0
     assert steps_of(config) == [2]
     assert [line["step"] for line in records(config.run_dir)] == [1, 2]
-    assert not (config.run_dir / "notes.txt").exists()
     assert [path.name for path in config.run_dir.parent.iterdir()] == ["run"]
 
 

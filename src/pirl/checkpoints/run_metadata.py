@@ -96,7 +96,8 @@ def refused_changes(
     return {
         key: f"{key}: {change}"
         for key, change in config_changes(saved, new).items()
-        if _below(key, shaping) and not _below(key, harmless) and (key in old or key.rpartition(".")[0] in old)
+        if _below(key, shaping) and not _below(key, harmless)
+        if any(_below(known, [key]) or _below(key, [known]) for known in old)
     }
 
 

@@ -27,7 +27,7 @@ from pirl.checkpoints.weights import check_fits
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict
 from pirl.data import check as data
-from pirl.data.create import SYNTHETIC, training_source
+from pirl.data.create import SYNTHETIC, select_cameras, training_source
 from pirl.data.lerobot import to_download as to_download_dataset
 from pirl.data.pool import fingerprint
 from pirl.envs.make import check_installed
@@ -153,7 +153,8 @@ def position_problems(config: RLTrainConfig, saved: Mapping[str, Any]) -> Iterat
         )
     elif names and (names == (SYNTHETIC,) or not any(map(to_download_dataset, names))):
         size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
-        source = training_source(config.data, config.robot, image_size=size)
+        robot = select_cameras(config.robot, config.data.cameras)
+        source = training_source(config.data, robot, image_size=size)
         if fingerprint(source) != position["fingerprint"]:
             yield CheckpointError(
                 f"{', '.join(names)}: the datasets, their labels or their weights have changed since the run began",
