@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pirl.data import lerobot
 from pirl.data.config import DataConfig
-from pirl.data.create import SYNTHETIC, asset_id, create_tokenizer, find_columns, open_dataset, select_cameras
+from pirl.data.create import SYNTHETIC, asset_id, create_tokenizer, find_columns, open_source, select_cameras
 from pirl.data.dataset import LeRobotSource, MixedSource
 from pirl.data.normalize import load_norm_stats, load_origin
 from pirl.data.robots import Robot
@@ -42,7 +42,7 @@ def dataset_problems(
         try:
             meta = lerobot.read_meta(lerobot.resolve(name))
             yield from _size_problems(name, meta, robot)
-            sources.append(open_dataset(meta, config, robot, success_file, image_size, letterbox=True))
+            sources.append(open_source(meta, config, robot, success_file, image_size, letterbox=True))
         except PirlError as error:
             yield error
     if len(sources) < 2 or len(sources) < len(config.repo_ids):

@@ -144,11 +144,11 @@ def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) ->
     metas = [lerobot.read_meta(lerobot.resolve(name)) for name in config.repo_ids]
     letterbox = _proportions_differ(metas, robot, image_size)
     files = zip(metas, config.success_files, strict=True)
-    sources = [open_dataset(meta, config, robot, file, image_size, letterbox=letterbox) for meta, file in files]
+    sources = [open_source(meta, config, robot, file, image_size, letterbox=letterbox) for meta, file in files]
     return sources[0] if len(sources) == 1 else MixedSource(sources, config.weights)
 
 
-def open_dataset(
+def open_source(
     meta: lerobot.DatasetMeta,
     config: DataConfig,
     robot: Robot,

@@ -5,14 +5,9 @@ wrote is read here. Any difference in arithmetic would move the robot.
 """
 
 import json
-<<<<<<< HEAD
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-=======
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
->>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +95,7 @@ def _quantiles(stats: NormStats) -> tuple[Array, Array]:
 
 def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
     """Read OpenPI's `norm_stats.json`; `path` is the file or the folder it is in."""
-<<<<<<< HEAD
-    path = Path(path)
-    file = path if path.suffix == ".json" else path / NORM_STATS_FILE
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(f"no normalisation statistics at {file}", hint=_HINT) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read as JSON: {error}", hint=_HINT) from error
-    try:
-        content = parse_json(text, where=str(file))
-    except DataError as error:
-        raise DataError(f"not JSON: {error.message}", hint=_HINT) from error
-=======
     file, content = _read_stats(path)
->>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
     entries = content.get("norm_stats") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         raise DataError(f"{file} has no 'norm_stats' object at its top", hint=_HINT)
@@ -140,11 +120,15 @@ def _read_stats(path: str | Path) -> tuple[Path, Any]:
     path = Path(path)
     file = path if path.suffix == ".json" else path / NORM_STATS_FILE
     try:
-        return file, json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"no normalisation statistics at {file}", hint=_HINT) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as JSON: {error}", hint=_HINT) from error
+    try:
+        return file, parse_json(text, where=str(file))
+    except DataError as error:
+        raise DataError(f"not JSON: {error.message}", hint=_HINT) from error
 
 
 def _parse_entry(entry: object, where: str) -> NormStats:
@@ -173,7 +157,6 @@ def _parse_entry(entry: object, where: str) -> NormStats:
     return NormStats(**fields)
 
 
-<<<<<<< HEAD
 def _check_dimensions(where: str, values: Sequence[object], good: Bool[Array, "D"], problem: str) -> None:
     """Name the dimensions whose statistics would move a robot wrongly."""
     wrong = np.flatnonzero(~good).tolist()
@@ -182,9 +165,6 @@ def _check_dimensions(where: str, values: Sequence[object], good: Bool[Array, "D
         raise DataError(f"{where}: {told}: {problem}", hint=_HINT)
 
 
-def save_norm_stats(directory: str | Path, stats: Mapping[str, NormStats], *, overwrite: bool = False) -> Path:
-    """Write `norm_stats.json` into a folder, as OpenPI writes it; returns the file."""
-=======
 def check_absent(directory: str | Path) -> None:
     """Refuse a folder that holds statistics already."""
     if (file := Path(directory) / NORM_STATS_FILE).exists():
@@ -199,7 +179,6 @@ def save_norm_stats(
     overwrite: bool = False,
 ) -> Path:
     """Write `norm_stats.json` into a folder, as OpenPI writes it, and what it was computed for; returns the file."""
->>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
     file = Path(directory) / NORM_STATS_FILE
     if not overwrite:
         check_absent(directory)
@@ -208,10 +187,10 @@ def save_norm_stats(
         key: {name: None if (value := getattr(entry, name)) is None else value.tolist() for name in names}
         for key, entry in stats.items()
     }
-<<<<<<< HEAD
+    content = {"norm_stats": entries} | ({} if origin is None else {_ORIGIN: asdict(origin)})
     created = [folder for folder in file.parents if not folder.exists()]
     try:
-        write_text(file, json.dumps({"norm_stats": entries}, indent=2, allow_nan=False))
+        write_text(file, json.dumps(content, indent=2, allow_nan=False))
     except OSError as error:
         with suppress(OSError):
             for folder in created:
@@ -219,10 +198,6 @@ def save_norm_stats(
         raise DataError(
             f"{file} cannot be written ({error})", hint="free some space on the disk, or give another folder"
         ) from error
-=======
-    content = {"norm_stats": entries} | ({} if origin is None else {_ORIGIN: asdict(origin)})
-    write_text(file, json.dumps(content, indent=2, allow_nan=False))
->>>>>>> 608d797 (Check a run before it starts: all problems at once, with their fixes, from metadata alone)
     return file
 
 
