@@ -1,6 +1,7 @@
 """The frame cache: the same pictures from every tier, decoded once, and never a broken file."""
 
 import errno
+import mmap
 import os
 import resource
 import stat
@@ -67,19 +68,22 @@ def test_every_tier_gives_the_same_frames(meta: DatasetMeta, tier: str) -> None:
     assert_right(frames)
     found = frames.frames(0, CAMERAS[0])
     assert type(found) is np.ndarray
-    assert isinstance(found.base, np.memmap) == (tier == "disk")
+    owner = found
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    assert isinstance(owner, mmap.mmap) == (tier == "disk")
     assert all(path.exists() == (tier == "disk") for path in files(frames))
 
 
 def test_maps_stay_open_within_the_limit(meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
-    load = np.load
+    real = np.memmap
 
-    def counted(path: Path, **options: Any) -> Any:
+    def counted(path: Path, *options: Any, **named: Any) -> Any:
         opened.append(path)
-        return load(path, **options)
+        return real(path, *options, **named)
 
-    monkeypatch.setattr(np, "load", counted)
+    monkeypatch.setattr(np, "memmap", counted)
     monkeypatch.setattr(cache, "_map_limit", lambda: 2)
     frames, camera = make(meta, "disk"), CAMERAS[0]
     assert frames.frames(0, camera) is frames.frames(0, camera)
@@ -148,6 +152,42 @@ def test_a_half_written_file_is_found_and_decoded_again(meta: DatasetMeta, decod
     fresh.build()
     assert sorted(decoded) == [(0, CAMERAS[0]), (3, CAMERAS[1])]
     assert_right(fresh)
+
+
+@pytest.mark.parametrize("tier", ["disk", "ram", "pool"])
+@pytest.mark.parametrize("where", [0, 10, 200, 5000, -20, -3])
+def test_a_flipped_bit_is_found_and_the_entry_decoded_again(
+    meta: DatasetMeta, decoded: list[tuple[int, str]], tier: str, where: int
+) -> None:
+    """In the header, in the pictures or in the checksum."""
+    frames = make(meta, "disk")
+    frames.build()
+    path = frames.path(1, CAMERAS[0])
+    content = bytearray(path.read_bytes())
+    content[where] ^= 16
+    path.write_bytes(content)
+    decoded.clear()
+    again = make(meta, tier)
+    with pytest.warns(PirlWarning, match="is damaged: decoded again, it is replaced"):
+        again.frames(1, CAMERAS[0])
+    assert decoded == [(1, CAMERAS[0])]
+    assert_right(again)
+    decoded.clear()
+    for camera in CAMERAS:
+        make(meta, tier).frames(1, camera)
+    assert decoded == []
+
+
+def test_a_damaged_entry_that_cannot_be_replaced_is_still_not_read(
+    meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = make(meta, "disk")
+    frames.build()
+    path = frames.path(1, CAMERAS[0])
+    path.write_bytes(bytes(path.stat().st_size))
+    monkeypatch.setattr(cache, "write_array", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    with pytest.warns(PirlWarning, match="could not be replaced .read-only"):
+        assert_right(make(meta, "disk"))
 
 
 def test_leftovers_of_killed_builders_go_and_those_of_living_ones_stay(meta: DatasetMeta) -> None:

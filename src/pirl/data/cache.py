@@ -2,7 +2,8 @@
 
 Frames lie as uint8 at the model's size, one `.npy` per episode and camera, in a folder named by a hash of everything
 they depend on: a changed dataset or setting finds another folder, never stale pictures. A file appears under its name
-only when it is whole, so builders may be killed, and several may run at once; the worst is work done twice.
+only when it is whole, so builders may be killed, and several may run at once; the worst is work done twice. It ends
+with a checksum, which every process checks when it first opens the file: a damaged one is decoded again.
 """
 
 import errno
@@ -16,10 +17,12 @@ import shutil
 import threading
 import time
 import warnings
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pirl import paths
-from pirl.data import journal, lerobot, video
+from pirl.data import journal, lerobot, video, witness
 from pirl.data.config import Tier
 from pirl.data.lerobot import DatasetMeta
 from pirl.data.schema import INFO_FILE
@@ -40,6 +43,7 @@ _CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
 _SMALL = 2**30  # decoding this much takes seconds; not worth a file
 _DAY = 24 * 3600
 _PLAIN_INTERVAL = 30.0
+_CHECKSUM = 8  # bytes behind the frames; CRC-32, which reads memory as fast as it is copied
 _MOST_MAPS = 32_768  # half of what Linux lets a process map by default
 
 
@@ -129,6 +133,7 @@ def _map_limit() -> int:
 
 
 _MAPS = RecentArrays(limit=0)  # one for all datasets, because the limit on open files is one for all
+_CHECKED: set[tuple[str, int, int]] = set()
 
 
 class FrameCache:
@@ -212,8 +217,8 @@ class FrameCache:
             )
 
         def keep(key: tuple[int, str]) -> None:
-            stored = np.load(self.path(*key)) if self._is_complete(key) else None
-            self._decoded.put(key, self._decode(key) if stored is None else stored, 0)  # costs nothing: it stays
+            stored = self._stored(key) if self._is_complete(key) else None
+            self._decoded.put(key, self._decode(key) if stored is None else stored.copy(), 0)  # costs nothing: it stays
 
         self._run(self._keys(), keep, "memory", doing="decoding" if missing else "loading")
 
@@ -278,33 +283,71 @@ class FrameCache:
 
     def _is_complete(self, key: tuple[int, str]) -> bool:
         try:
-            return self.path(*key).stat().st_size == len(_header(self._shape(key))) + self._bytes(key)
+            return self.path(*key).stat().st_size == len(_header(self._shape(key))) + self._bytes(key) + _CHECKSUM
         except OSError:
             return False
 
     def _map(self, key: tuple[int, str]) -> np.ndarray | None:
-        """The frames on disk, if they are there. A plain view of the map: indexing a memmap itself is slow."""
+        """The frames on disk, if they are there."""
         position, camera = key
         place = (self._places[camera], position)
         array = _MAPS.get(place)
         if array is None and self._is_complete(key):
-            array = np.asarray(np.load(self.path(*key), mmap_mode="r"))
+            array = self._stored(key)
             _MAPS.put(place, array, 1)
+        return array
+
+    def _stored(self, key: tuple[int, str]) -> UInt8[np.ndarray, "T h w 3"]:
+        """The frames in a file, checked if this process has not opened it before; decoded again if it is damaged."""
+        path, shape = self.path(*key), self._shape(key)
+        # A plain view of the map: indexing a memmap itself is slow.
+        content = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        stat = path.stat()
+        version = (str(path), stat.st_ino, stat.st_mtime_ns)
+        if version not in _CHECKED:
+            if zlib.crc32(content[:-_CHECKSUM].data) != int.from_bytes(content[-_CHECKSUM:].tobytes(), "little"):
+                return self._decode_again(key)
+            _CHECKED.add(version)
+        return content[len(_header(shape)) : -_CHECKSUM].reshape(shape)
+
+    def _decode_again(self, key: tuple[int, str]) -> UInt8[np.ndarray, "T h w 3"]:
+        path, array = self.path(*key), self._decode(key)
+        try:
+            write_array(path, array)
+            done = "it is replaced"
+        except OSError as error:
+            done = f"it could not be replaced ({error})"
+        warnings.warn(
+            f"{path} in the frame cache is damaged: decoded again, {done}. Check the disk if this happens often",
+            PirlWarning,
+            stacklevel=2,
+        )
         return array
 
     def _decode(self, key: tuple[int, str]) -> np.ndarray:
         position, camera = key
         episode = self.meta.episodes[position]
-        return video.read_frames(
+        frames = video.read_frames(
             self.meta, episode, camera, size=self.size, method=self.method, letterbox=self.letterbox
         )
+        content = video.frame_size(self.meta, camera, self.size)
+        witness.check_pictures(
+            episode, camera, frames, self._recorded, content=math.prod(content) / math.prod(frames.shape[1:3])
+        )
+        return frames
+
+    @cached_property
+    def _recorded(self) -> witness.Recorded:
+        return witness.recorded(self.meta, self.meta.cameras)
 
 
 def write_array(path: Path, array: UInt8[np.ndarray, "..."]) -> None:
-    """Write an `.npy` file that exists whole or not at all, even after a power cut."""
+    """Write an `.npy` file that exists whole or not at all, even after a power cut, with a checksum behind it."""
+    header, pixels = _header(array.shape), np.ascontiguousarray(array)
     with replacing(path) as partial, partial.open("wb") as file:
-        file.write(_header(array.shape))
-        file.write(np.ascontiguousarray(array).data)
+        file.write(header)
+        file.write(pixels.data)
+        file.write(zlib.crc32(pixels.data, zlib.crc32(header)).to_bytes(_CHECKSUM, "little"))
 
 
 def _header(shape: tuple[int, ...]) -> bytes:

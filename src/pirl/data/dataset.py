@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, Shaped, UInt8
 
 from pirl import names
-from pirl.data import labels, lerobot, outcomes, rows, video
+from pirl.data import labels, lerobot, outcomes, rows, video, witness
 from pirl.data.cache import CacheConfig, FrameCache
 from pirl.data.lerobot import DatasetMeta, EpisodeMeta
 from pirl.data.outcomes import Outcome, OutcomeRule
@@ -53,6 +53,8 @@ class LeRobotSource:
         self._interventions = read_interventions(self.meta, self.columns)
         self._tasks = read_tasks(self.meta, self.columns)
         self.rule, self.outcomes = read_outcomes(self.meta, self.columns, outcome or OutcomeRule())
+        vectors = [key for keys in (state_key, action_key) for key in ((keys,) if isinstance(keys, str) else keys)]
+        witness.check_columns(self.meta, self.columns, [*vectors, *outcomes.COLUMNS])
 
     @property
     def lengths(self) -> Int[np.ndarray, "E"]:

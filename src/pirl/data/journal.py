@@ -48,7 +48,7 @@ class WriterLock:
 
 def lock_dataset(root: Path) -> WriterLock:
     """The dataset's only writer, until the lock is released."""
-    if root.exists() and not root.is_dir():
+    if root.is_file():
         raise DataError(f"{root} is a file, expected a folder", hint="choose another place for the dataset")
     path = root / STAGE / "lock"
     while True:
