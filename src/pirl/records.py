@@ -1,8 +1,9 @@
 """The records that packages hand to each other: an episode, a source of episodes, a Q-chunk batch. NumPy only."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TypedDict
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
@@ -42,26 +43,51 @@ class Episode:
         return len(self.rewards)
 
 
-@runtime_checkable
-class EpisodeSource(Protocol):
-    """Where episodes come from: a LeRobot dataset, several of them mixed, or a replay buffer."""
+class EpisodeSource(ABC):
+    """Where episodes come from: a LeRobot dataset, several of them mixed, a replay buffer, or a class of your own.
+
+    Subclass it and define the first five; the others have defaults.
+    """
 
     @property
+    @abstractmethod
     def lengths(self) -> Int[Array, "E"]:
         """Number of steps of each episode."""
 
     @property
+    @abstractmethod
     def cameras(self) -> tuple[str, ...]:
         """The cameras `frames` returns."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Number of episodes."""
 
+    @abstractmethod
     def episode(self, index: int) -> Episode:
         """Low-dimensional data of one episode; cheap, from memory."""
 
+    @abstractmethod
     def frames(self, index: int) -> Mapping[str, UInt8[Array, "T h w 3"]]:
         """Pictures of one episode at the model's size, letterbox rows not stored; may decode."""
+
+    @property
+    def weights(self) -> Float[Array, "E"] | None:
+        """Probability of drawing each episode, which then includes its length. None: every step is equally likely."""
+        return None
+
+    @property
+    def letterbox(self) -> bool:
+        """Whether pictures include the black borders that make them square."""
+        return False
+
+    def frame_sizes(self) -> Mapping[str, tuple[int, int]]:
+        """Height and width of each camera's pictures; by default those of the first episode."""
+        return {camera: frames.shape[1:3] for camera, frames in self.frames(0).items()} if self.cameras else {}
+
+    def prepare(self) -> bool:
+        """Decode now what can be kept; True if `frames` still decodes at each call and is worth calling ahead."""
+        return False
 
 
 class Observations(TypedDict, total=False):

@@ -30,7 +30,7 @@ def test_batches_of_the_dataset_fit_the_update(stall: ModuleType, tmp_path: Path
     args, config = stall.arguments([*SIZES, *(["--decode"] if decode else [])]), get_preset("pi0_tiny")
     args.size = config.image_size
     source, robot = stall.open_dataset(tmp_path, config, args)
-    assert [bool(list(tmp_path.rglob("*.npy"))), source.decodes] == [not decode, True]
+    assert [bool(list(tmp_path.rglob("*.npy"))), source.prepare()] == [not decode, True]
     for episode in range(len(source)):
         found, expected = source.frames(episode)["base_0_rgb"], stall.pictures(episode, 0, 6, config.image_size)
         np.testing.assert_array_equal(found, expected)

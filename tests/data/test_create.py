@@ -23,7 +23,7 @@ from pirl.data.create import (
     find_columns,
     select_cameras,
 )
-from pirl.data.dataset import LeRobotSource, MixedSource, frame_sizes
+from pirl.data.dataset import LeRobotSource, MixedSource
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import NormStats
 from pirl.data.replay import MemorySource, ReplayBuffer
@@ -108,8 +108,8 @@ def test_datasets_are_mixed_by_their_weights(tmp_path: Path) -> None:
     assert len(mixed) == 8
     np.testing.assert_allclose(mixed.weights[:3].sum(), 0.25)
     assert mixed.cameras == (BASE_CAMERA, LEFT_WRIST_CAMERA)
-    assert mixed.frame_sizes == {BASE_CAMERA: (12, 16), LEFT_WRIST_CAMERA: (12, 16)}  # alike: no borders stored
-    assert not mixed.decodes
+    assert mixed.frame_sizes() == {BASE_CAMERA: (12, 16), LEFT_WRIST_CAMERA: (12, 16)}  # alike: no borders stored
+    assert not mixed.prepare()
 
 
 def test_cameras_of_different_proportions_get_their_borders(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_cameras_of_different_proportions_get_their_borders(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"base_0_rgb \(16, 12\).*source 0 they are base_0_rgb \(12, 16\)"):
         MixedSource(parts)
     mixed = create_source(config(tmp_path, *roots), get_robot("aloha"), image_size=16)
-    assert set(frame_sizes(mixed).values()) == {(16, 16)}
+    assert set(mixed.frame_sizes().values()) == {(16, 16)}
     for index, (part, local) in enumerate([(part, local) for part in parts for local in range(3)]):
         for camera, frames in part.frames(local).items():
             np.testing.assert_array_equal(mixed.frames(index)[camera], pad(frames, (16, 16)))
@@ -132,8 +132,8 @@ def test_a_source_that_decodes_when_asked_says_so(tmp_path: Path) -> None:
     root = write(tmp_path / "one")
     pool, held = (create_source(config(tmp_path, root, cache=tier), get_robot("aloha")) for tier in ("pool", "ram"))
     assert isinstance(pool, LeRobotSource)
-    assert pool.decodes
-    assert MixedSource([held, pool]).decodes
+    assert pool.prepare()
+    assert MixedSource([held, pool]).prepare()
     transform = create_transform(config(tmp_path, root), horizon=HORIZON, norm_stats=plain_stats(), token_len=60)
     wanted = config(tmp_path, root, cache="auto", episodes_per_memory_pool=1, steps_per_memory_pool=2)
     options = dict(config=wanted, batch_size=8, horizon=HORIZON, discount=0.9)

@@ -22,7 +22,7 @@ from pirl.data.normalize import (
 from pirl.data.robots import aloha, make_robot
 from pirl.data.stats import action_chunks, compute_norm_stats
 from pirl.errors import DataError
-from pirl.records import Episode
+from pirl.records import Episode, EpisodeSource
 
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/norm_stats_source.npz"))
 
@@ -181,7 +181,7 @@ def episode(steps: int, state_dim: int, action_dim: int, seed: int) -> Episode:
     )
 
 
-class Source:
+class Source(EpisodeSource):
     """Episodes in a list."""
 
     cameras = ()

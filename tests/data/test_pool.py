@@ -16,15 +16,16 @@ from pirl.data.pool import (
     row_generator,
 )
 from pirl.errors import ConfigError, DataError
-from pirl.records import Episode
+from pirl.records import Episode, EpisodeSource
 
 CAMERA = "base_0_rgb"
 
 
-class FakeSource:
+class FakeSource(EpisodeSource):
     """Episodes whose pictures say which episode and step they show."""
 
     cameras = (CAMERA,)
+    lengths = weights = None
 
     def __init__(self, lengths, success=None, weights=None):
         self.lengths = np.array(lengths)

@@ -20,7 +20,7 @@ from pirl.records import Episode, EpisodeSource
 MODEL_SIZE = 224
 
 
-class LeRobotSource:
+class LeRobotSource(EpisodeSource):
     """One LeRobot dataset. Numbers are read and checked at once; pictures are decoded when first asked for."""
 
     def __init__(
@@ -46,7 +46,7 @@ class LeRobotSource:
             self.meta.camera(key)
         self._keys = dict(cameras)
         keys = tuple(dict.fromkeys(cameras.values()))
-        self.letterbox = letterbox
+        self._letterbox = letterbox
         self.cache = FrameCache(self.meta, keys, size=image_size, method=resize, letterbox=letterbox, config=cache)
         self._state = _vectors(self.meta, self.columns, state_key)
         self._actions = _vectors(self.meta, self.columns, action_key)
@@ -66,18 +66,14 @@ class LeRobotSource:
         """The model's slots that this dataset fills."""
         return tuple(self._keys)
 
-    @property
     def frame_sizes(self) -> dict[str, tuple[int, int]]:
         """Height and width of the pictures of each slot."""
         return {slot: self.cache.frame_size(key) for slot, key in self._keys.items()}
 
     @property
-    def decodes(self) -> bool:
-        """Whether `frames` decodes when it is asked (the pool tier). Asking settles the tier: what the others need
-        is decoded now.
-        """
-        self.cache.build()
-        return self.cache.tier == "pool"
+    def letterbox(self) -> bool:
+        """Whether pictures include the black borders that make them square."""
+        return self._letterbox
 
     def __len__(self) -> int:
         return len(self.meta.episodes)
@@ -102,16 +98,17 @@ class LeRobotSource:
         """Pictures of the episode at that position, by slot."""
         return {slot: self.cache.frames(index, key) for slot, key in self._keys.items()}
 
-    def prepare(self) -> None:
-        """Decode now what `frames` would decode at its first call."""
+    def prepare(self) -> bool:
+        """Choose the tier and decode what it keeps; True for the pool tier, which keeps nothing."""
         self.cache.build()
+        return self.cache.tier == "pool"
 
     def describe_outcomes(self) -> str:
         """Which outcome rule applied, and what it found."""
         return outcomes.describe(self.rule, self.outcomes, self.columns)
 
 
-class MixedSource:
+class MixedSource(EpisodeSource):
     """Several sources one after the other, with how often each episode is to be sampled."""
 
     def __init__(self, sources: Sequence[EpisodeSource], weights: Sequence[float | int] | None = None) -> None:
@@ -126,7 +123,6 @@ class MixedSource:
             )
         _check_alike(sources)
         self.sources = tuple(sources)
-        self.letterbox = bool(getattr(sources[0], "letterbox", False))
         self._ends = np.cumsum([len(source) for source in sources])
         per_source = [
             share * source.lengths / source.lengths.sum() for share, source in zip(shares, sources, strict=True)
@@ -148,15 +144,19 @@ class MixedSource:
         """The cameras, which all sources share."""
         return self.sources[0].cameras
 
-    @property
     def frame_sizes(self) -> dict[str, tuple[int, int]]:
         """Height and width of the pictures of each camera, the same in all sources."""
-        return frame_sizes(self.sources[0])
+        return dict(self.sources[0].frame_sizes())
 
     @property
-    def decodes(self) -> bool:
-        """Whether asking for pictures means decoding, in some of the sources at least."""
-        return any(getattr(source, "decodes", False) for source in self.sources)
+    def letterbox(self) -> bool:
+        """Whether pictures include the black borders that make them square."""
+        return self.sources[0].letterbox
+
+    def prepare(self) -> bool:
+        """Prepare all sources; True if one of them still decodes at each call."""
+        found = [source.prepare() for source in self.sources]
+        return any(found)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -178,18 +178,17 @@ class MixedSource:
         return self.sources[which], index - int(self._ends[which]) + len(self.sources[which])
 
 
-class SubsetSource:
+class SubsetSource(EpisodeSource):
     """Some of the episodes of a source, in its order."""
 
     def __init__(self, source: EpisodeSource, kept: Sequence[int] | Int[np.ndarray, "E"]) -> None:
         self.source = source
         self._kept = [int(index) for index in kept]
-        self.letterbox = bool(getattr(source, "letterbox", False))
 
     @property
     def weights(self) -> Float[np.ndarray, "E"] | None:
         """Probability of each episode, where the source says."""
-        weights = getattr(self.source, "weights", None)
+        weights = self.source.weights
         return None if weights is None else weights[self._kept] / weights[self._kept].sum()
 
     @property
@@ -202,15 +201,18 @@ class SubsetSource:
         """The cameras of the source."""
         return self.source.cameras
 
-    @property
     def frame_sizes(self) -> dict[str, tuple[int, int]]:
         """Height and width of the pictures of each camera."""
-        return frame_sizes(self.source)
+        return dict(self.source.frame_sizes())
 
     @property
-    def decodes(self) -> bool:
-        """Whether asking for pictures means decoding."""
-        return bool(getattr(self.source, "decodes", False))
+    def letterbox(self) -> bool:
+        """Whether pictures include the black borders that make them square."""
+        return self.source.letterbox
+
+    def prepare(self) -> bool:
+        """Prepare the whole source."""
+        return self.source.prepare()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -235,14 +237,6 @@ def successful(source: EpisodeSource) -> SubsetSource:
     return SubsetSource(source, kept)
 
 
-def frame_sizes(source: EpisodeSource) -> dict[str, tuple[int, int]]:
-    """Height and width of the pictures of each camera; a source that does not say is asked for its first pictures."""
-    sizes = getattr(source, "frame_sizes", None)
-    if sizes is None:
-        sizes = {camera: frames.shape[1:3] for camera, frames in source.frames(0).items()} if source.cameras else {}
-    return dict(sizes)
-
-
 def _check_alike(sources: Sequence[EpisodeSource]) -> None:
     """One batch holds samples of all sources, so they must have the same cameras, vector sizes and picture sizes."""
     first = sources[0].episode(0)
@@ -256,7 +250,7 @@ def _check_alike(sources: Sequence[EpisodeSource]) -> None:
                 f"source 0 has {sorted(expected[0])}, {expected[1]} and {expected[2]}",
                 hint="mix datasets of one robot, or bring them to one layout first",
             )
-        sizes, wanted = frame_sizes(source), frame_sizes(sources[0])
+        sizes, wanted = source.frame_sizes(), sources[0].frame_sizes()
         if different := [camera for camera in wanted if sizes[camera] != wanted[camera]]:
             raise DataError(
                 f"source {number} has pictures of {', '.join(f'{c} {sizes[c]}' for c in different)}; "

@@ -109,11 +109,12 @@ class ACRLPDDataLoader:
         self._transform = transform
         self._pool: MemoryPool | None = None
         if source is not None:
+            ahead = source.prepare() or config.cache == "pool"
             self._pool = MemoryPool(
                 source,
                 discount=discount,
                 seed=config.seed,
-                episodes_per_memory_pool=config.episodes_per_memory_pool if _decodes(source, config) else None,
+                episodes_per_memory_pool=config.episodes_per_memory_pool if ahead else None,
                 steps_per_memory_pool=config.steps_per_memory_pool,
                 balance=config.balance,
             )
@@ -137,7 +138,7 @@ class ACRLPDDataLoader:
     @property
     def has_borders(self) -> bool:
         """Are the dataset's pictures held with the borders that make them square? Replayed ones must be as well."""
-        return self._pool is not None and bool(getattr(self._pool.source, "letterbox", False))
+        return self._pool is not None and self._pool.source.letterbox
 
     @property
     def stall_fraction(self) -> float:
@@ -387,11 +388,6 @@ class _Prefetcher:
                 self._ready.put(error)
                 return
             step += 1
-
-
-def _decodes(source: EpisodeSource, config: DataConfig) -> bool:
-    """Whether asking for pictures means decoding. Sources know best (`decodes`), because `auto` is settled there."""
-    return bool(getattr(source, "decodes", config.cache == "pool"))
 
 
 def _check_arguments(

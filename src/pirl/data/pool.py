@@ -263,7 +263,7 @@ class MemoryPool:
 
 def episode_weights(source: EpisodeSource) -> Float[Array, "E"] | None:
     """Each episode's share of the draws, for sources that have a say in it; they count length themselves."""
-    weights = getattr(source, "weights", None)
+    weights = source.weights
     if weights is None:
         return None
     weights = np.asarray(weights, np.float64)

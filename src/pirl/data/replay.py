@@ -22,17 +22,20 @@ from pirl.data.pool import Frames, Resident, low_dim_digest, make_resident
 from pirl.errors import CheckpointError, ConfigError, DataError
 from pirl.files import read_arrays, write_arrays
 from pirl.names import EPISODE_FILE
-from pirl.records import Array, Episode
+from pirl.records import Array, Episode, EpisodeSource
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemorySource:
-    """Episodes with their pictures, held in memory. An `EpisodeSource` that never changes."""
+class MemorySource(EpisodeSource):
+    """Episodes with their pictures, held in memory. They never change."""
 
-    cameras: tuple[str, ...]
-    """The cameras every episode has pictures of."""
-    items: Sequence[tuple[Episode, Frames]]
-    """The episodes, oldest first."""
+    def __init__(self, *, cameras: tuple[str, ...], items: Sequence[tuple[Episode, Frames]]) -> None:
+        """`items` are the episodes, oldest first; each has pictures of every camera."""
+        self._cameras, self.items = cameras, items
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The cameras every episode has pictures of."""
+        return self._cameras
 
     @property
     def lengths(self) -> Int[Array, "E"]:
@@ -61,8 +64,8 @@ class _Stored:
     """In bytes."""
 
 
-class ReplayBuffer:
-    """A ring of episodes, itself an `EpisodeSource`; the oldest leave first.
+class ReplayBuffer(EpisodeSource):
+    """A ring of episodes; the oldest leave first.
 
     Only whole episodes enter, so no chunk can straddle the write position. Appending and reading may happen on
     different threads: readers work on a `snapshot`, which later appends and evictions leave alone.
@@ -74,7 +77,7 @@ class ReplayBuffer:
                 f"a replay buffer of {max_episodes} episodes and {max_bytes} bytes can hold nothing",
                 hint="both limits must be at least 1",
             )
-        self.cameras = cameras
+        self._cameras = cameras
         self.max_episodes = max_episodes
         self.max_bytes = max_bytes
         self._ring: deque[_Stored] = deque()
@@ -83,6 +86,11 @@ class ReplayBuffer:
         self._files: dict[int, str] = {}  # names of the episodes that have been hashed
         self._contents = MemorySource(cameras=cameras, items=())
         self._lock = threading.Lock()
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The cameras every episode has pictures of."""
+        return self._cameras
 
     @property
     def appended(self) -> int:
