@@ -39,6 +39,7 @@ TRAIN_STATE_ITEM = "train_state"
 ASSETS_ITEM = "assets"
 NORM_STATS_FILE = "norm_stats.json"
 SAFETENSORS_FILE = "model.safetensors"
+CHECKSUMS_FILE = "checksums.sha256"
 
 # A collected episode beside a checkpoint: its number, a hash of its content. Also what a killed process leaves of one.
 EPISODE_FILE = re.compile(r"\d{8,}-[0-9a-f]{16}\.npz|\.\d{8,}-[0-9a-f]{16}\.npz\.[0-9a-f]+\.tmp(\.npz)?")

@@ -14,9 +14,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from pirl.checkpoints.checksums import seal
 from pirl.checkpoints.ownership import is_export, is_unfinished_export
-from pirl.errors import CheckpointError
-from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
+from pirl.checkpoints.run_directory import reason_of
+from pirl.errors import CheckpointError, PirlError
+from pirl.files import sync
+from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, NORM_STATS_FILE
 
 NormStats = str | os.PathLike[str] | Mapping[str, Any]
 """Statistics as JSON text, as the path of a norm_stats.json, or as a dict."""
@@ -39,16 +42,24 @@ def fresh_directory(target: str | os.PathLike[str], *, overwrite: bool) -> Itera
     _together("writing")
     try:
         yield temporary
-    except BaseException:
+        _together("written")
+        if first:
+            seal(temporary, CHECKSUMS_FILE)
+    except BaseException as error:
         if first:
             _remove_leftovers(temporary)
-        raise
-    _together("written")
+        if isinstance(error, PirlError) or not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            f"{final} could not be written: {reason_of(error)}",
+            hint="is the disk full or read-only? Nothing was left behind; what was there before is untouched",
+        ) from error
     if first:
         _remove_leftovers(aside)
         if final.exists():
             os.rename(final, aside)
         os.rename(temporary, final)
+        sync(final.parent)
         _remove_leftovers(aside)
     _together("renamed")
 

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,7 +27,8 @@ from filelock import FileLock
 
 from pirl import __version__
 from pirl.agents.agent import TrainState
-from pirl.checkpoints.ocdbt import check_files, read_json
+from pirl.checkpoints.checksums import damage, damaged_step, extra_text, read_extra, seal, verifying
+from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.ownership import foreign_in_step
 from pirl.checkpoints.restore import check_types, restore_tree
 from pirl.checkpoints.run_directory import (
@@ -36,12 +37,13 @@ from pirl.checkpoints.run_directory import (
     io_errors,
     lock_run,
     prepare_directory,
+    reason_of,
 )
 from pirl.checkpoints.run_metadata import as_json, check_compatible, finite_metrics
 from pirl.checkpoints.weights import load_openpi, openpi_leaves
 from pirl.data.normalize import NormStats, save_norm_stats
 from pirl.errors import CheckpointError, PirlError
-from pirl.files import json_text, write_text
+from pirl.files import json_text, sync, write_text
 from pirl.models.params import flatten, nest
 from pirl.names import ASSETS_ITEM, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.parallel.distributed import barrier, is_main
@@ -78,12 +80,16 @@ class Checkpoints:
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pirl-checkpoints")
         self._known: set[int] = set()
         self._saving: int | None = None
+        self._sealing = 0
         arrays = {
             item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
             for item in (PARAMS_ITEM, TRAIN_STATE_ITEM)
         }
         files = {item: FilesHandler() for item in (ASSETS_ITEM, EXTRA_ITEM)}
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**arrays, **files))
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(**arrays, **files),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+        )
         self._read_only = read_only
         self._lock: FileLock | None = None
         if not read_only:
@@ -151,7 +157,7 @@ class Checkpoints:
                 )
             served = dict(weights)
         metadata = {**self._run, "step": step, "metrics": finite_metrics(metrics or {})}
-        texts = {METADATA_FILE: json_text(metadata), EXTRA_FILE: json_text(as_json(dict(extra or {})))}
+        texts = {METADATA_FILE: json_text(metadata), EXTRA_FILE: extra_text(as_json(dict(extra or {})))}
         items = {
             PARAMS_ITEM: ocp.args.PyTreeSave(
                 {PARAMS_ITEM: nest({f"{path}/value": leaf for path, leaf in flatten(served).items()})}
@@ -160,6 +166,7 @@ class Checkpoints:
             ASSETS_ITEM: FilesSave(self._write_assets),
             EXTRA_ITEM: FilesSave(lambda target: _write_texts(target, texts)),
         }
+        self._sealing = step
         with self._save_errors(step):
             self._checkpointer.save(
                 folder,
@@ -176,7 +183,7 @@ class Checkpoints:
         self.wait()
         file = self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE
         with io_errors(f"{file} cannot be written"):
-            write_text(file, json_text(as_json(dict(extra))))
+            write_text(file, extra_text(as_json(dict(extra))))
 
     def wait(self) -> None:
         """Until what was begun is on disk. Raises what went wrong there."""
@@ -189,6 +196,7 @@ class Checkpoints:
         self._known.add(step)
         if is_main():
             self._unmark(step)
+            sync(self.directory)
             self._delete_old()
 
     def close(self) -> None:
@@ -205,34 +213,46 @@ class Checkpoints:
     def restore(self, reference: TrainState, step: int | None = None) -> TrainState:
         """The state as it was saved, bit by bit, in the shardings of the reference (a tree of ShapeDtypeStructs).
 
-        Names, shapes and types must agree; the mesh may be another one. None: the latest.
+        Names, shapes and types must agree; the mesh may be another one. None: the latest. A step that is not as it was
+        written is refused.
         """
         self.wait()
         step = self._existing(step)
         folder = self.directory / str(step)
-        if reason := _damage(folder):  # before gigabytes are read
-            raise self._damaged(step, reason)
+        if reason := damage(folder, contents=False):  # before gigabytes are read
+            raise damaged_step(folder, reason)
         like_weights, like_rest = split_state(reference)
         weights: dict[str, Any] = {}
-        if not keeps_policy(reference):
-            check_types(openpi_leaves(folder / PARAMS_ITEM)[0], flatten(like_weights), folder)
-            weights = load_openpi(folder, like_weights, allow_missing="(?!)")
-        rest = restore_tree(folder / TRAIN_STATE_ITEM, like_rest)
+        with verifying(folder):
+            if not keeps_policy(reference):
+                check_types(openpi_leaves(folder / PARAMS_ITEM)[0], flatten(like_weights), folder)
+                weights = load_openpi(folder, like_weights, allow_missing="(?!)", verify=False)
+            rest = restore_tree(folder / TRAIN_STATE_ITEM, like_rest)
         self._known.add(step)
         return join_state(weights, rest, averaged="policy" in reference.ema)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
         """What was passed to `save` as `extra`."""
-        return read_json(self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE)
+        folder = self.directory / str(self._existing(step))
+        try:
+            return read_extra(folder)
+        except CheckpointError as error:
+            raise damaged_step(folder, error.message) from None
 
     def extras(self) -> Iterator[dict[str, Any]]:
-        """That of every complete step."""
-        return (self.extra(step) for step in self.all_steps())
+        """That of every complete step that can be gone on from."""
+        for step in self.all_steps():
+            with suppress(CheckpointError):  # a damaged one is told of by whoever asks for it
+                yield read_extra(self.directory / str(step))
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Configuration, versions and metrics of a checkpoint; empty for one that OpenPI wrote."""
-        file = self.directory / str(self._existing(step)) / EXTRA_ITEM / METADATA_FILE
-        return read_json(file) if file.exists() else {}
+        folder = self.directory / str(self._existing(step))
+        file = folder / EXTRA_ITEM / METADATA_FILE
+        try:
+            return read_json(file) if file.exists() else {}
+        except CheckpointError as error:
+            raise damaged_step(folder, error.message) from None
 
     def _existing(self, step: int | None) -> int:
         steps = self.all_steps()
@@ -246,16 +266,10 @@ class Checkpoints:
             )
         return step
 
-    def _damaged(self, step: int, reason: str) -> CheckpointError:
-        """The error of a step that is not whole, with the newest earlier one that is."""
-        earlier = [s for s in reversed(self.all_steps()) if s < step]
-        good = next((s for s in earlier if not _damage(self.directory / str(s))), None)
-        return CheckpointError(
-            f"step {step} is damaged: {reason}",
-            hint="no earlier step is whole: copy the checkpoint again, or start a new run"
-            if good is None
-            else f"step {good} is whole: move {self.directory / str(step)} away to go on from there",
-        )
+    def _seal(self) -> None:
+        """Runs in the background, on process 0, once all items are written and before the step gets its name."""
+        for folder in self.directory.glob(f"{self._sealing}.orbax-checkpoint-tmp*"):
+            seal(folder)
 
     def _unmark(self, step: int) -> None:
         """Orbax 0.12 marks finished folders with a file that names their path; OpenPI's has none."""
@@ -266,8 +280,10 @@ class Checkpoints:
         steps = self.all_steps()
         scores: dict[int, float] = {}
         if best := self.config.keep_best:
-            found = {step: self.metadata(step).get("metrics", {}).get(best.metric) for step in steps}
-            scores = {step: score for step, score in found.items() if score is not None}
+            for step in steps:
+                with suppress(CheckpointError):
+                    if (score := self.metadata(step).get("metrics", {}).get(best.metric)) is not None:
+                        scores[step] = score
         for step in set(steps) - steps_to_keep(steps, scores, self.config):
             if foreign_in_step(self.directory / str(step)):
                 continue  # somebody keeps files of their own there
@@ -302,10 +318,8 @@ class Checkpoints:
                 self._clean()
             if isinstance(error, PirlError):
                 raise
-            # The cause stands at the end, before the description of the store.
-            reason = (str(error) or type(error).__name__).split(" [tensorstore_spec")[0]
             raise CheckpointError(
-                f"step {step} could not be saved to {self.directory}: {reason[-300:]}",
+                f"step {step} could not be saved to {self.directory}: {reason_of(error)}",
                 hint=f"is the disk full ({_free(self.directory)} free) or read-only? "
                 f"Complete steps are untouched: {', '.join(map(str, self.all_steps())) or 'none'}",
             ) from error
@@ -359,17 +373,6 @@ def join_state(weights: dict[str, Any], rest: Mapping[str, Any], *, averaged: bo
     return TrainState(
         step=rest["step"], params=params, target=rest["target"], ema=ema, opt=rest["opt"], scalars=rest["scalars"]
     )
-
-
-def _damage(folder: Path) -> str:
-    """What is missing or cut among the files of a step; empty for one that is whole."""
-    try:
-        for item in (PARAMS_ITEM, TRAIN_STATE_ITEM):
-            read_json(folder / item / "_METADATA")
-            check_files(folder / item)
-    except CheckpointError as error:
-        return error.message
-    return ""
 
 
 class FilesHandler(ocp.CheckpointHandler):  # type: ignore[misc]

@@ -125,6 +125,11 @@ def io_errors(problem: str) -> Iterator[None]:
         raise CheckpointError(f"{problem}: {error}", hint="check the path, its permissions and the disk") from error
 
 
+def reason_of(error: Exception) -> str:
+    """What Orbax and TensorStore raise, in short: the cause stands at the end, before the description of the store."""
+    return (str(error) or type(error).__name__).split(" [tensorstore_spec")[0][-300:]
+
+
 def _delete(directory: Path) -> None:
     with lock_run(directory):
         aside = directory.with_name(f".{directory.name}.deleted")

@@ -10,7 +10,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ import orbax.checkpoint as ocp
 import safetensors
 from etils import epath
 
+from pirl.checkpoints.checksums import verifying
 from pirl.checkpoints.compare import LORA, Init, check_finite, compare, fit, place, shapes_of
 from pirl.checkpoints.fetch import fetch
 from pirl.checkpoints.ocdbt import check_files, read_json
 from pirl.checkpoints.torch_names import EMBED_TOKENS, EXPERT_LM_HEAD, LM_HEAD, TorchTensor, torch_tensors
 from pirl.errors import CheckpointError, listing
 from pirl.models.params import Params, flatten, nest
-from pirl.names import PARAMS_ITEM, SAFETENSORS_FILE
+from pirl.names import ASSETS_ITEM, PARAMS_ITEM, SAFETENSORS_FILE
 
 __all__ = ["check_finite", "fit", "load", "load_openpi", "load_paligemma_npz", "load_pytorch"]
 
@@ -123,11 +124,12 @@ def load_openpi(
     *,
     dtype: Any = None,
     allow_missing: str = LORA,
+    verify: bool = True,
 ) -> Params:
     """An OpenPI checkpoint, released or trained, read by Orbax straight into the reference's types and shardings.
 
     Without a reference: NumPy arrays as stored. `dtype` overrides either type. Leaves that may be missing and are
-    stay out of the tree.
+    stay out of the tree. `verify` checks the files by their checksums, where pirl wrote some.
     """
     folder = find_params(path)
     stored, suffix = openpi_leaves(folder)
@@ -141,7 +143,10 @@ def load_openpi(
     item = nest({name + suffix: leaf for name, leaf in stored.items()})
     # Orbax would read up to 96 GB at once; the two largest leaves keep the disk busy and the host small.
     largest = max(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in stored.values())
-    with _orbax(folder, restore_concurrent_gb=1 + math.ceil(2 * largest / 1e9)) as handler:
+    with (
+        verifying(folder.parent, PARAMS_ITEM, ASSETS_ITEM) if verify else nullcontext(),
+        _orbax(folder, restore_concurrent_gb=1 + math.ceil(2 * largest / 1e9)) as handler,
+    ):
         restored = handler.restore(
             epath.Path(folder.absolute()),
             args=ocp.args.PyTreeRestore(item={PARAMS_ITEM: item}, restore_args={PARAMS_ITEM: nest(arguments)}),

@@ -37,6 +37,7 @@ VERBS = {
     "label": "label a dataset's episodes as success or failure in the browser",
     "norm-stats": "compute a dataset's normalisation statistics",
     "export": "export a checkpoint for OpenPI (JAX or PyTorch)",
+    "verify": "check every byte of a run's checkpoints, or of an export",
     "completion": "print a shell completion script",
 }
 

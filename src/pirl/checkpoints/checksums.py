@@ -1,0 +1,159 @@
+"""Is a step still what was written? SHA-256 of every file, beside the weights, as `sha256sum -c` reads it.
+
+    cd checkpoints/my_recipe/my_run/20000 && sha256sum -c extra/checksums.sha256
+
+Written before the step gets its name, so a complete step has them; an export has them too. Steps of OpenPI and of pirl
+0.1 have none: of those only the index is checked. `extra.json` may be amended later and carries its own.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from pirl.checkpoints.ocdbt import check_files, read_json
+from pirl.checkpoints.run_directory import complete_steps
+from pirl.errors import CheckpointError, listing
+from pirl.files import json_text, sync, write_text
+from pirl.names import CHECKSUMS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
+
+IN_STEP = f"extra/{CHECKSUMS_FILE}"
+EXTRA_FILE = "extra/extra.json"
+_CHANGED_LATER = (CHECKSUMS_FILE, IN_STEP, EXTRA_FILE, "_CHECKPOINT_METADATA")
+_MARKER = "commit_success.txt"
+_OWN_SUM = "sha256"
+
+
+def seal(folder: Path, file: str = IN_STEP) -> None:
+    """Write the checksums of a folder that is complete but has no name yet, and put all of it on disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in files]
+    summed = [name for name in names if name not in _CHANGED_LATER and not name.endswith(_MARKER)]
+    with _threads() as threads:
+        list(threads.map(sync, files))
+        sums = list(threads.map(lambda name: sha256(folder / name), summed))
+    write_text(folder / file, "".join(f"{found}  {name}\n" for found, name in zip(sums, summed, strict=True)))
+    for directory in sorted({path.parent for path in files}, reverse=True):
+        sync(directory)
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """File -> SHA-256 of a step or an export; empty where none were written."""
+    file = next((folder / name for name in (IN_STEP, CHECKSUMS_FILE) if (folder / name).is_file()), None)
+    if file is None:
+        return {}
+    try:
+        lines = [line.split("  ", 1) for line in file.read_text(encoding="utf-8").splitlines()]
+        found = {name: text for text, name in lines}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", hint=_HINT) from error
+    if not found or any(len(text) != 64 for text in found.values()):
+        raise CheckpointError(f"{file} holds no checksums, or was cut", hint=_HINT)
+    return found
+
+
+def changed_files(folder: Path, *items: str) -> list[str]:
+    """The files of a folder (or of some of its items) that are not as they were written."""
+    expected = read_checksums(folder)
+    names = [name for name in expected if not items or name.split("/")[0] in items]
+
+    def look(name: str) -> str:
+        try:
+            return "" if sha256(folder / name) == expected[name] else f"{name}: changed since it was written"
+        except FileNotFoundError:
+            return f"{name}: missing"
+        except OSError as error:
+            return f"{name}: {error}"
+
+    with _threads() as threads:
+        return [problem for problem in threads.map(look, names) if problem]
+
+
+def damage(folder: Path, *, contents: bool = True) -> str:
+    """What is wrong with the files of a step; empty for one that is whole. Without `contents` nothing large is read."""
+    try:
+        for item in (PARAMS_ITEM, TRAIN_STATE_ITEM):
+            if (folder / item).is_dir() or (folder / "extra").is_dir():
+                read_json(folder / item / "_METADATA")
+                check_files(folder / item)
+        if (folder / EXTRA_FILE).exists() or (folder / IN_STEP).exists():
+            read_extra(folder)
+        changed = changed_files(folder) if contents else []
+    except CheckpointError as error:
+        return error.message
+    return f"{len(changed)} files are not as they were written\n{listing(changed)}" if changed else ""
+
+
+def damaged_step(folder: Path, reason: str) -> CheckpointError:
+    """The error of a step that is not whole, with the newest earlier one that is."""
+    run, number = folder.parent, folder.name
+    if not number.isdecimal():
+        return CheckpointError(f"{folder} is damaged: {reason}", hint=_HINT)
+    earlier = [step for step in reversed(complete_steps(run)) if step < int(number)]
+    good = next((step for step in earlier if not damage(run / str(step))), None)
+    return CheckpointError(
+        f"step {number} is damaged: {reason}",
+        hint="no earlier step is whole: copy the checkpoint again, or start a new run"
+        if good is None
+        else f"step {good} is whole: move {folder} away to go on from there",
+    )
+
+
+@contextmanager
+def verifying(folder: Path, *items: str) -> Iterator[None]:
+    """Check the sums while the block reads the same files, so that they are read from the disk once.
+
+    With several processes the first one does.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(changed_files, folder, *items)
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        try:
+            changed = found.result()
+        except CheckpointError as unreadable:
+            changed = [unreadable.message]
+        if changed:
+            reason = f"{len(changed)} files are not as they were written\n{listing(changed)}"
+            raise damaged_step(folder, reason) from error
+        if error is not None:
+            raise error
+
+
+def extra_text(content: dict[str, object]) -> str:
+    """extra.json, with its own checksum."""
+    return json_text({**content, _OWN_SUM: hashlib.sha256(json_text(content).encode()).hexdigest()})
+
+
+def read_extra(folder: Path) -> dict[str, object]:
+    """The content of a step's extra.json, checked."""
+    content = read_json(folder / EXTRA_FILE)
+    expected = content.pop(_OWN_SUM, None)
+    if expected is None and not (folder / IN_STEP).exists():
+        return content
+    if hashlib.sha256(json_text(content).encode()).hexdigest() != expected:
+        raise CheckpointError(f"{folder / EXTRA_FILE} is not as it was written", hint=_HINT)
+    return content
+
+
+def sha256(file: Path) -> str:
+    """Of a file's content."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) - 1)), thread_name_prefix="pirl-checksums")
+
+
+_HINT = "the files are damaged: copy or download them again, or take another step"
