@@ -38,6 +38,7 @@ PARAMS_ITEM = "params"
 TRAIN_STATE_ITEM = "train_state"
 ASSETS_ITEM = "assets"
 NORM_STATS_FILE = "norm_stats.json"
+CONFIG_FILE = "config.yaml"
 SAFETENSORS_FILE = "model.safetensors"
 CHECKSUMS_FILE = "checksums.sha256"
 

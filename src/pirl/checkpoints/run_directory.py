@@ -53,7 +53,7 @@ def check_directory(
             f"{directory} does not look like a run (it holds {', '.join(content[:6])}) and is not deleted",
             hint=f"a run has step folders or {METADATA_FILE}; choose another folder, or empty this one yourself",
         )
-    if overwrite:
+    if overwrite or (content and not steps):
         check_only_ours(directory, foreign_in_run(directory))
     return bool(steps) and resume
 
@@ -82,7 +82,7 @@ def prepare_directory(
     barrier("run.looked")  # nobody changes the folder before everybody has seen it
     if is_main():
         with io_errors(f"{directory} cannot be written to"):
-            if content and overwrite:
+            if content and not going_on:  # told to delete it, or a run that ended before its first checkpoint
                 _delete(directory)
             directory.mkdir(parents=True, exist_ok=True)
             if not (directory / METADATA_FILE).exists():

@@ -1,6 +1,13 @@
 """`pirl train`: trains a recipe or YAML configuration."""
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pirl.names import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from pirl.config import RLTrainConfig
 
 NAME = "train"
 HELP = """\
@@ -18,47 +25,99 @@ Every setting is a dotted flag; `pirl train RECIPE --help` lists all with their 
   --agent.discount G       --sinks wandb                 --no-wandb
   --debug                  the same run with a tiny model and ten steps, to test the set-up
 
-An existing run needs --resume or --overwrite."""
+An existing run needs --resume or --overwrite. `pirl train RUN_FOLDER`, or --resume, goes on with the run's own
+settings; flags are changes to them and are shown. --resume auto starts the run or goes on with it: one command line for
+schedulers that restart jobs."""
 EXAMPLES = """\
 examples:
   pirl train debug --exp-name first                         a laptop, no files
   pirl train rl_fold_box --exp-name box1 --data-path recordings/fold_box --dry-run
   pirl train acrlpd_libero --exp-name q1 --mesh.fsdp 8 --agent.discount 0.995
-  pirl train acrlpd_libero --exp-name q1 --mesh.fsdp 8 --resume
+  pirl train checkpoints/acrlpd_libero/q1                   go on with a run
+  pirl train checkpoints/acrlpd_libero/q1 --max-steps 40000 and train it longer
   pirl train my.yaml --exp-name q2 --batch-size 64          from `pirl recipes cp acrlpd_libero my.yaml`"""
 
 MODES = """\
-Trains this configuration. --resume continues from the latest checkpoint, --overwrite deletes the existing run and
-starts again, --dry-run checks and builds everything and stops before the first step."""
+Trains this configuration. --resume goes on with the run's own settings from its latest checkpoint, changed by the flags
+given (--resume auto: or starts it); --overwrite deletes the existing run and starts again; --dry-run checks everything,
+prints the plan and stops."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl train`; settings are left to the recipe's own flags."""
-    parser.usage = "%(prog)s RECIPE [--exp-name NAME] [--resume | --overwrite] [--dry-run] [--SETTING VALUE ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe name or YAML file")
+    parser.usage = (
+        "%(prog)s RECIPE [--exp-name NAME] [--resume [auto] | --overwrite] [--dry-run] [--SETTING VALUE ...]\n"
+        "       %(prog)s RUN_FOLDER [--SETTING VALUE ...]"
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe name, YAML file, or the folder of a run to go on with")
     _add_modes(parser)
     parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see above")
 
 
 def _add_modes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint; auto: or start")
     parser.add_argument("--overwrite", action="store_true", help="delete the existing run and start again")
-    parser.add_argument("--dry-run", action="store_true", help="check and build everything, then stop before step 1")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
 
 
 def run(args: argparse.Namespace) -> int:
     """Resolve the configuration and train."""
-    from pirl.recipes import cli
-
     # What follows the recipe reaches argparse as one remainder; flags before it were parsed already.
     modes = argparse.ArgumentParser(prog=f"pirl {NAME}", add_help=False, allow_abbrev=False)
     _add_modes(modes)
     words = ["--dry-run" if word == "--dry_run" else word for word in args.settings]
+    if args.resume and args.recipe == "auto" and words:  # --resume auto RECIPE
+        args.recipe, words = words[0], ["--resume", "auto", *words[1:]]
+    auto, words = _take_auto(words)
     args, settings = modes.parse_known_args(words, args)
     if args.resume and args.overwrite:
         modes.error("--resume goes on with the run that is there, --overwrite deletes it: choose one")
-    config = cli([args.recipe, *settings], about=MODES)
+    config, resume = _config(args.recipe, settings, resume=args.resume, overwrite=args.overwrite)
 
     from pirl.training.loop import train
 
-    return train(config, resume=args.resume, overwrite=args.overwrite, dry_run=args.dry_run)
+    if auto:
+        return train(config, resume=resume, fresh_if_missing=True, dry_run=args.dry_run)
+    return train(config, resume=resume, overwrite=args.overwrite, dry_run=args.dry_run)
+
+
+def _take_auto(words: list[str]) -> tuple[bool, list[str]]:
+    """Whether `--resume auto` is among the words, and the words with a plain `--resume`."""
+    joined = ["--resume" if word == "--resume=auto" else word for word in words]
+    auto = joined != words
+    for at, word in enumerate(joined[:-1]):
+        if word == "--resume" and joined[at + 1] == "auto":
+            return True, [*joined[: at + 1], *joined[at + 2 :]]
+    return auto, joined
+
+
+def _config(source: str, settings: list[str], *, resume: bool, overwrite: bool) -> "tuple[RLTrainConfig, bool]":
+    """The configuration, and whether a run goes on; what it is going on with is printed."""
+    from pirl.cli.resume import describe, is_run, saved_settings, with_changes
+    from pirl.recipes import cli, is_known
+
+    if not is_known(source) and is_run(source):
+        folder, resume = Path(source).expanduser(), not overwrite
+        asked = None
+    else:
+        asked = cli([source, *settings], about=MODES)
+        folder = asked.run_dir
+        if not resume or not (folder / CONFIG_FILE).is_file():
+            return asked, resume
+    saved = saved_settings(folder)
+    config = with_changes(saved, settings, prog=f"pirl {NAME} {source}", about=MODES)
+
+    from pirl.checkpoints.run_directory import complete_steps
+
+    if resume:
+        print(describe(saved, config, max(complete_steps(folder), default=None)))
+    if asked is not None and source.endswith((".yaml", ".yml")) and (others := file_differences(asked, config)):
+        print(f"  (not changed by {source}, which says {', '.join(others)}: flags change a run)")
+    return config, resume
+
+
+def file_differences(asked: "RLTrainConfig", config: "RLTrainConfig") -> list[str]:
+    """Settings of a file that a resumed run does not take."""
+    from pirl.config_io import diff
+
+    return [f"{path} {new}" for path, _, new in diff(config, asked)]

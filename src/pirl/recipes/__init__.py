@@ -27,6 +27,11 @@ def get_config(name: str) -> RLTrainConfig:
     return RECIPES[ALIASES.get(name, name)]
 
 
+def is_known(source: str) -> bool:
+    """Whether a word is a recipe's name or a YAML file, rather than a folder."""
+    return ALIASES.get(source, source) in RECIPES or Path(source).suffix in (".yaml", ".yml")
+
+
 def list_configs() -> list[str]:
     """The names of all recipes."""
     return list(RECIPES)

@@ -37,13 +37,11 @@ from pirl.envs.env import RawObservation
 from pirl.errors import CheckpointError, ConfigError
 from pirl.models.params import Params, flatten, nest
 from pirl.models.policy import Preparing
-from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
+from pirl.names import ASSETS_ITEM, CONFIG_FILE, NORM_STATS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.rollout.policy import ChunkPolicy
 from pirl.training.build import asset_id, build_chunk_policy, build_transform
 from pirl.training.config import KeepBest
-
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)

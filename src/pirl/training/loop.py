@@ -20,6 +20,7 @@ from pirl.config_io import to_dict, write_yaml
 from pirl.errors import EnvError
 from pirl.models.config import Pi0Config
 from pirl.models.params import Params
+from pirl.names import CONFIG_FILE
 from pirl.parallel import distributed
 from pirl.parallel.sharding import make_mesh, sharded_shapes, state_shardings
 from pirl.planning.flops import count_flops, update_flops
@@ -52,19 +53,23 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    fresh_if_missing: bool = False,
     dry_run: bool = False,
     agent: Agent | None = None,
 ) -> int:
     """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint.
+
+    `resume` goes on with the run; with `fresh_if_missing` it begins one that has no checkpoint yet.
 
     An algorithm of one's own is given as `agent`; `config.agent` then only says which kind of batches it learns from.
     """
     distributed.initialize()
     mesh = make_mesh(config.mesh.fsdp)
     ahead = agent is None and isinstance(config.model, Pi0Config) and not (dry_run or config.debug_nans)
+    modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     shapes = sharded_shapes(mesh, jax.eval_shape((agent or build_agent(config)).init, init_key))
-    preflight.check(config, agent or build_agent(config), mesh, shapes, resume=resume, overwrite=overwrite)
+    preflight.check(config, agent or build_agent(config), mesh, shapes, **modes)
     agent, transform = agent or build_agent(with_choices(config)), build_transform(config)
     with ExitStack() as parts:
         parts.enter_context(jax.debug_nans(config.debug_nans))
@@ -75,7 +80,7 @@ def train(
             describe_run(config, mesh, shapes, update)
             return 0
         stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh))
-        going_on = prepare_directory(config.run_dir, resume=resume, overwrite=overwrite)
+        going_on = prepare_directory(config.run_dir, **modes)
         if going_on:  # before anything in the folder is changed
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
                 check_compatible(saved.metadata().get("config", {}), to_dict(config), ignore=EXPECTED_CHANGES)
@@ -108,7 +113,7 @@ def run(
     updates, step, stopped = int(state.step), start, False
     ending = "" if start < total else f"step {start} of {total} is done already; --max-steps N trains on"
     if is_main:
-        write_yaml(config.run_dir / "config.yaml", config, overwrite=True)
+        write_yaml(config.run_dir / CONFIG_FILE, config, overwrite=True)
     with (
         metric_log(config, start if extra else None, extra.get("pending")) as log,
         Progress(config.name, total, start=start, interval=None, is_main=is_main) as progress,
