@@ -22,8 +22,8 @@ SEEN = {"observation/state": np.array([0.3, -0.2], np.float32), "prompt": "go ri
 class Client:
     """What openpi_client.WebsocketClientPolicy does, over websockets and msgpack alone."""
 
-    def __init__(self, port: int, **options: Any) -> None:
-        address, limits = f"ws://127.0.0.1:{port}", {"open_timeout": 30, "close_timeout": 5}
+    def __init__(self, port: int, *, scheme: str = "ws", **options: Any) -> None:
+        address, limits = f"{scheme}://127.0.0.1:{port}", {"open_timeout": 30, "close_timeout": 5}
         opened = connect(address, compression=None, max_size=None, **limits, **options)
         self.connection: ClientConnection = opened.__enter__()
         self.metadata = self.read()

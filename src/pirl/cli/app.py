@@ -28,6 +28,7 @@ VERBS = {
     "train": "train a policy from a recipe or YAML file, with overrides",
     "tune": "search hyper-parameters with pruned trials",
     "eval": "measure a checkpoint's success rate in its environment, with videos",
+    "serve": "serve a checkpoint to robots over OpenPI's protocol",
     "report": "write one HTML page about one or several runs",
     "record": "record a dataset with a scripted expert or a checkpoint",
     "plan": "check whether a run fits into device memory",

@@ -48,8 +48,8 @@ class LeRobotSource(EpisodeSource):
         keys = tuple(dict.fromkeys(cameras.values()))
         self._letterbox = letterbox
         self.cache = FrameCache(self.meta, keys, size=image_size, method=resize, letterbox=letterbox, config=cache)
-        self._state = _vectors(self.meta, self.columns, state_key)
-        self._actions = _vectors(self.meta, self.columns, action_key)
+        self._state = read_vectors(self.meta, self.columns, state_key)
+        self._actions = read_vectors(self.meta, self.columns, action_key)
         self._interventions = read_interventions(self.meta, self.columns)
         self._tasks = read_tasks(self.meta, self.columns)
         self.rule, self.outcomes = read_outcomes(self.meta, self.columns, outcome or OutcomeRule())
@@ -259,7 +259,7 @@ def _check_alike(sources: Sequence[EpisodeSource]) -> None:
             )
 
 
-def _vectors(
+def read_vectors(
     meta: DatasetMeta, columns: Mapping[str, np.ndarray], keys: str | Sequence[str]
 ) -> Float32[np.ndarray, "N D"]:
     """Columns of numbers as float32 vectors, every one of them finite, side by side."""

@@ -170,6 +170,8 @@ def _first(names: Collection[str], keys: Collection[str]) -> str | None:
 def _numbers(value: object, key: str, *, ndim: int) -> Array:
     """`value` as float64; a lone number counts as a vector of one (DROID's gripper)."""
     try:
+        if np.asarray(value).dtype.kind in "mMSU":  # times and text would pass for numbers
+            raise TypeError
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         raise DataError(f"{key} is {type(value).__name__}, expected numbers", hint="convert it to an array") from None

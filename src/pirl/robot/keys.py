@@ -13,9 +13,16 @@ DELAY = "pirl/delay"
 """Further steps of that chunk the robot will probably execute before it can use the reply. For real-time chunking: the
 reply's first `DELAY` actions should agree with the last chunk's actions from `EXECUTED` on."""
 
-# In a reply, as plain text: chunk brokers cut arrays into steps, and leave everything else alone.
+# In a reply, as plain text and numbers: chunk brokers cut arrays into steps, and leave everything else alone.
 POLICY = "pirl/policy"
 """Which policy planned the chunk, or the code that stands for it in a blind comparison."""
+
+VALUE = "pirl/value"
+"""The critic's value of the chunk, where the critic chose it."""
+SPREAD = "pirl/spread"
+"""Standard deviation of the values of all candidates."""
+CANDIDATES = "pirl/candidates"
+"""Chunks that were compared."""
 
 # In an action, between a takeover and the recorder on the robot; never sent.
 INTERVENTION = "pirl/intervention"

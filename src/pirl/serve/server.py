@@ -26,12 +26,13 @@ from websockets.http11 import Request, Response
 import pirl
 from pirl.errors import ConfigError, PirlError, WireError
 from pirl.robot import wire
+from pirl.robot.keys import CANDIDATES, POLICY, SPREAD, VALUE
 from pirl.serve.batching import Batcher
 from pirl.serve.config import ServeConfig
 from pirl.serve.metrics import Metrics
 from pirl.serve.planner import Plan, Planner
 from pirl.serve.safety import SafetyNet
-from pirl.serve.session import CANDIDATES, POLICY, SPREAD, VALUE, Exchange, Session
+from pirl.serve.session import Exchange, Session
 
 log = logging.getLogger("pirl.serve")
 

@@ -9,12 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from pirl.errors import WireError
+from pirl.robot.keys import DELAY, EPISODE, EXECUTED, PREFIX, STEP
 from pirl.serve.planner import Planner
-
-PREFIX = "pirl/"
-"""Keys of ours, beside the observation's own. Stock clients send and read none of them."""
-EPISODE, STEP, EXECUTED, DELAY = "pirl/episode", "pirl/step", "pirl/executed", "pirl/delay"
-POLICY, VALUE, SPREAD, CANDIDATES = "pirl/policy", "pirl/value", "pirl/spread", "pirl/candidates"
 
 _LARGEST = 2**32 - 1
 

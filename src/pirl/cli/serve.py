@@ -1,0 +1,233 @@
+"""`pirl serve`: a policy server for robots that speak OpenPI's protocol."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pirl.cli.app import Parser, positive
+
+NAME = "serve"
+HELP = """\
+Serves a checkpoint to robots over OpenPI's websocket protocol: a stock openpi-client, DROID's, LIBERO's or ALOHA's
+runtime connects as to OpenPI's own server. Everything is compiled before the server listens. Requests of several robots
+that arrive together are planned in one batch.
+
+CHECKPOINT is a step folder or a run folder (its latest step, or the best with --best). Weights trained by OpenPI need
+--recipe. Override any setting with a dotted flag, as in `pirl train`: --rollout.flow-steps 5.
+
+It listens on this machine alone unless --host says otherwise; then set a key (PIRL_API_KEY or --api-key-file), and
+preferably --tls-cert. GET /healthz and /metrics answer over HTTP. SIGTERM finishes requests under way and ends. SIGHUP
+(or POST /reload with the key) loads the checkpoint anew for episodes that begin from then on. SIGUSR1 prints latencies.
+
+--shadow DATASET serves nothing: it sends a recorded dataset through the policy and compares."""
+EXAMPLES = """\
+examples:
+  pirl serve checkpoints/acrlpd_tabletop/first
+  pirl serve checkpoints/acrlpd_aloha_fold/box1 --host 0.0.0.0 --api-key-file key.txt --best-of 8 --real-time
+  pirl serve gs://openpi-assets/checkpoints/pi05_libero --recipe acrlpd_libero --max-batch 16 --latency
+  pirl serve checkpoints/acrlpd_aloha_fold/box1 --safety aloha_limits.yaml --metadata aloha.yaml
+  pirl serve checkpoints/bc_tabletop/first --shadow demos/tabletop --episodes 20"""
+USAGE = "%(prog)s CHECKPOINT [--port N] [--best-of N] [--real-time] [--shadow DATASET] [--SETTING VALUE ...]"
+KEY_VARIABLE = "PIRL_API_KEY"
+
+
+def add_arguments(parser: Parser) -> None:
+    """Arguments of `pirl serve`; settings are left to the checkpoint's own configuration."""
+    parser.usage, parser.takes_settings = USAGE, True
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="step folder, run folder or gs:// address")
+    add("--best", action="store_true", help="use the run's best step, by its evaluations during training")
+    add("--recipe", metavar="NAME", help="recipe or YAML file with the checkpoint's model and robot")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="port (default 8000; 0: a free one)")
+    add("--api-key-file", type=Path, metavar="FILE", help=f"file with the key clients must send (or {KEY_VARIABLE})")
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM): clients connect with wss://")
+    add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+    add("--metadata", type=Path, metavar="FILE", help="YAML map that clients get on connecting, such as reset_pose")
+    add("--default-prompt", metavar="TEXT", help="instruction for observations that have none")
+    add("--best-of", type=positive, metavar="N", help="let the critic choose among N candidates")
+    add("--flow-steps", type=positive, metavar="N", help="Euler steps per chunk")
+    add("--guidance", type=float, metavar="W", help="weight of the condition (policies trained by RIPT's cfg)")
+    add("--real-time", action="store_true", help="real-time chunking for clients that say what they executed")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
+    add("--max-batch", type=positive, default=4, metavar="N", help="most requests per batch (default 4)")
+    add("--batch-window", type=float, default=3.0, metavar="MS", help="wait for company this long, in ms (default 3)")
+    add("--max-message", type=positive, default=16, metavar="MIB", help="largest request, in MiB (default 16)")
+    add("--max-rate", type=float, default=100.0, metavar="N", help="requests per second and connection (default 100)")
+    add("--max-connections", type=positive, default=64, metavar="N", help="connections at a time (default 64)")
+    add("--safety", type=Path, metavar="FILE", help="YAML file with limits on the actions that are sent")
+    add("--latency", action="store_true", help="print the latency of every stage at the end")
+    add("--shadow", metavar="DATASET", help="serve nothing: compare with this recorded dataset")
+    add("--episodes", type=positive, metavar="N", help="--shadow: only the first N episodes")
+    add("--stride", type=positive, default=10, metavar="N", help="--shadow: a chunk every N steps (default 10)")
+    add("--json", action="store_true", help="--shadow: print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, compile, then serve until told to stop; or compare with a dataset."""
+    _check_extra()
+    from pirl.recipes import load
+    from pirl.serve.load import loader
+
+    settings = _settings(args)
+    planners = loader(
+        args.checkpoint,
+        settings,
+        best=args.best,
+        recipe=load(args.recipe) if args.recipe else None,
+        change=lambda config: _changed(config, args),
+        default_prompt=args.default_prompt,
+    )
+    return _shadow(args, planners) if args.shadow else _serve(args, planners, settings)
+
+
+def _check_extra() -> None:
+    from importlib.util import find_spec
+
+    from pirl.errors import MissingExtraError
+
+    for package in ("websockets", "msgpack"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "serve", "`pirl serve`")
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    from pirl.config_io import read_yaml
+    from pirl.serve.config import ServeConfig
+
+    return ServeConfig(
+        host=args.host,
+        port=args.port,
+        api_key=_key(args.api_key_file, os.environ),
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        metadata=read_yaml(args.metadata) if args.metadata else {},
+        seed=args.seed,
+        max_batch=args.max_batch,
+        batch_window=args.batch_window / 1000,
+        real_time=args.real_time,
+        max_message=args.max_message * 2**20,
+        max_rate=args.max_rate,
+        max_connections=args.max_connections,
+    )
+
+
+def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """The key, which never stands on a command line: other users could read it there."""
+    from pirl.errors import ConfigError
+
+    if file is None:
+        return environment.get(KEY_VARIABLE)
+    try:
+        return file.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the key file {file} cannot be read: {error}", hint="a text file with the key") from error
+
+
+def _changed(config: Any, args: argparse.Namespace) -> Any:
+    """The checkpoint's configuration with the flags of this command line; by default a plain sample, as `pirl eval`."""
+    from pirl.agents.config import RIPTConfig
+    from pirl.errors import ConfigError
+
+    rollout = {"best_of": 1 if config.evaluation is None else config.evaluation.best_of}
+    rollout |= {name: value for name in ("best_of", "flow_steps") if (value := getattr(args, name)) is not None}
+    config = replace(config, rollout=replace(config.rollout, **rollout))
+    if args.guidance is not None:
+        if not isinstance(config.agent, RIPTConfig) or config.agent.loss != "cfg":
+            raise ConfigError("--guidance for a policy without a condition", hint="only RIPT with loss cfg trains one")
+        config = replace(config, agent=replace(config.agent, guidance=args.guidance))
+    if not args.settings:
+        return config
+    from pirl.recipes.flags import apply_flags
+
+    return apply_flags(config, args.settings, prog=f"pirl {NAME} {args.checkpoint}")
+
+
+def _serve(args: argparse.Namespace, planners: Any, settings: Any) -> int:
+    import asyncio
+    import logging
+    import signal
+    import sys
+    import warnings
+
+    from pirl.errors import PirlWarning
+    from pirl.serve.server import PolicyServer
+
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("pirl.serve").setLevel(logging.INFO)
+    logging.getLogger("pirl.serve.websockets").setLevel(logging.WARNING)
+    if not settings.is_local and settings.api_key is None:
+        message = f"{settings.host} is open to the network and there is no API key: anyone there can use this policy"
+        warnings.warn(message, PirlWarning, stacklevel=2)
+    sizes = ", ".join(map(str, settings.batch_sizes))
+    print(f"loading {args.checkpoint}; compiling batches of {sizes}", flush=True)
+    planner = planners(None)
+    net = None
+    if args.safety is not None:
+        from pirl.serve.safety import load_safety
+
+        sizes_of = {"action_dim": planner.robot.action_dim, "state_dim": planner.robot.state_dim}
+        net = load_safety(args.safety, **sizes_of)
+    server = PolicyServer(lambda replaced: planner if replaced is None else planners(replaced), settings, safety=net)
+
+    def ready() -> None:
+        loop = asyncio.get_running_loop()
+        actions = {"SIGTERM": server.stop, "SIGINT": server.stop, "SIGHUP": server.reload}
+        actions["SIGUSR1"] = lambda: print(server.metrics.table(), flush=True)
+        for name, action in actions.items():
+            loop.add_signal_handler(getattr(signal, name), action)
+        scheme = "ws" if settings.tls_cert is None else "wss"
+        print(f"serving {server.policy} on {scheme}://{settings.host}:{server.port}", flush=True)
+
+    asyncio.run(server.run(ready))
+    if args.latency:
+        print(server.metrics.table())
+    print(f"stopped after {server.metrics.counted('requests')} requests", flush=True)
+    return 0
+
+
+def _shadow(args: argparse.Namespace, planners: Any) -> int:
+    """Compare with a recorded dataset, and print."""
+    import json
+
+    from pirl.data import lerobot
+    from pirl.serve.shadow import shadow
+    from pirl.training.progress import Progress
+
+    meta = lerobot.read_meta(lerobot.resolve(args.shadow))
+    planner = planners(None)
+    total = min(len(meta.episodes), args.episodes or len(meta.episodes))
+    with Progress("comparing", total, unit="episodes") as progress:
+        found = shadow(
+            planner, meta.root, episodes=args.episodes, stride=args.stride, on_episode=lambda _: progress.advance()
+        )
+    if args.json:
+        print(json.dumps({"policy": planner.name, "dataset": str(args.shadow), **found.to_json()}))
+    else:
+        _show(planner.name, found)
+    return 0
+
+
+def _show(name: str, found: Any) -> None:
+    """Error by step of the chunk, and by action dimension."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:  # nobody's window: do not break lines
+        console = Console(width=160)
+    print(f"{name}: {found.chunks} chunks of {found.episodes} episodes, compared with what was done")
+    by_dim = Table("dimension", "error", "holding still", "spread of the data", title="mean over the chunk")
+    for dim, spread in enumerate(found.spread):
+        error, hold = (np.nanmean(x[:, dim]) for x in (found.error, found.hold))
+        by_dim.add_row(str(dim), f"{error:.4f}", f"{hold:.4f}", f"{spread:.4f}")
+    by_step = Table("step", "error / spread", "holding still / spread", title="mean over dimensions")
+    scale = np.maximum(found.spread, 1e-9)
+    for step in range(len(found.error)):
+        by_step.add_row(str(step), *(f"{(x[step] / scale).mean():.3f}" for x in (found.error, found.hold)))
+    console.print(by_dim)
+    console.print(by_step)
