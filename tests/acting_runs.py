@@ -84,10 +84,10 @@ def fresh_state(config: RLTrainConfig, seed: int) -> TrainState:
     return build_agent(config).init(jax.random.key(seed))
 
 
-def save_run(config: RLTrainConfig, rates: dict[int, float]) -> Path:
+def save_run(config: RLTrainConfig, rates: dict[int, float], *, stats: dict[str, NormStats] = STATS) -> Path:
     """The folder of a run with a checkpoint of fresh weights for each step, and the success rates it was saved with."""
     metadata = run_metadata(to_dict(config))
-    with Checkpoints(config.run_dir, config.checkpoint, run=metadata, norm_stats={"me/walks": STATS}) as checkpoints:
+    with Checkpoints(config.run_dir, config.checkpoint, run=metadata, norm_stats={"me/walks": stats}) as checkpoints:
         for step, rate in rates.items():
             state = fresh_state(config, step)
             weights = served_weights(build_agent(config), state)

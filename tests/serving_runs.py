@@ -61,11 +61,13 @@ def _array(found: dict[Any, Any]) -> Any:
     return found
 
 
-def load(location: Path, *, best_of: int = 1, settings: ServeConfig = SETTINGS) -> Any:
+def load(location: Path, *, best_of: int = 1, settings: dict[str, Any] | None = None) -> Any:
+    """A function that loads and compiles a checkpoint."""
+
     def change(config: Any) -> Any:
         return replace(config, rollout=replace(config.rollout, best_of=best_of))
 
-    return loader(str(location), settings, change=change)
+    return loader(str(location), replace(SETTINGS, **(settings or {})), change=change)
 
 
 @contextmanager

@@ -1,0 +1,116 @@
+"""Rows as OpenPI's data pipeline makes them, programs for every batch size, and weights that change."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pirl.data.create import create_tokenizer
+from pirl.data.robots import ROBOTS
+from pirl.data.writer import LeRobotWriter
+from pirl.errors import ConfigError, DataError
+from pirl.serve.config import ServeConfig
+from pirl.serve.planner import LONGEST_PROMPT, Plan, Planner, example
+from pirl.serve.shadow import shadow
+from serving_runs import SEEN, load
+
+
+def row_of(planner: Planner, number: tuple[int, int]):
+    place = np.array([0.1 * number[0], -0.1 * number[1]], np.float32)
+    return planner.row(SEEN | {"observation/state": place}, number=number)
+
+
+def test_a_rows_plan_depends_on_no_other_row(planner: Planner) -> None:
+    rows = [row_of(planner, (i, i + 1)) for i in range(4)]
+    alone = [planner.plan([row])[0] for row in rows]
+    for chosen in ([0, 1], [1, 0], [3, 2, 1], [2, 0, 3, 1]):
+        for place, plan in zip(chosen, planner.plan([rows[i] for i in chosen]), strict=True):
+            assert isinstance(plan, Plan)
+            np.testing.assert_allclose(plan.chunk, alone[place].chunk, rtol=0, atol=1e-5)
+            assert plan.value == pytest.approx(alone[place].value, abs=1e-5)
+
+
+def test_the_seed_changes_the_noise_and_nothing_else_does(run_folder: Path) -> None:
+    settings = {"max_batch": 1, "real_time": False}
+    first, again, other = (load(run_folder / "5", settings=settings | {"seed": seed})(None) for seed in (0, 0, 1))
+    plans = [each.plan([row_of(each, (0, 0))])[0].chunk for each in (first, again, other)]
+    np.testing.assert_array_equal(plans[0], plans[1])
+    assert np.abs(plans[0] - plans[2]).max() > 1e-3
+
+
+def test_one_broken_row_spares_its_neighbours(planner: Planner) -> None:
+    rows = [row_of(planner, (0, 0)), replace(row_of(planner, (1, 0)), state=np.array([np.nan, 0.0]))]
+    good, bad = planner.plan(rows)
+    assert isinstance(good, Plan)
+    assert isinstance(bad, DataError)
+
+
+def test_programs_are_shared_by_checkpoints_of_one_run_only(planner: Planner, run_folder: Path) -> None:
+    assert load(run_folder / "9", best_of=3)(planner)._programs is planner._programs
+    assert load(run_folder / "9", best_of=2, settings={"max_batch": 1})(planner)._programs is not planner._programs
+
+
+@pytest.mark.parametrize("name", ["aloha", "libero", "droid", "synthetic"])
+def test_every_robot_has_an_example(name: str) -> None:
+    robot = ROBOTS[name]
+    seen = example(robot)
+    assert robot.find_state(seen).shape == (robot.state_dim,)
+    assert set(robot.find_cameras(seen)) == set(robot.cameras)
+    assert robot.find_prompt(seen) == ""
+
+
+def test_long_instructions_are_refused(planner: Planner) -> None:
+    reading = object.__new__(Planner)
+    reading.__dict__ |= planner.__dict__ | {"transform": replace(planner.transform, tokenizer=create_tokenizer("byte"))}
+    with pytest.raises(DataError, match="characters"):
+        reading.row(SEEN | {"prompt": "x" * (LONGEST_PROMPT + 1)}, number=(0, 0))
+
+
+def test_batch_sizes_and_settings() -> None:
+    assert ServeConfig(max_batch=1).batch_sizes == (1,)
+    assert ServeConfig(max_batch=6).batch_sizes == (1, 2, 4, 6)
+    assert ServeConfig(max_batch=8).batch_sizes == (1, 2, 4, 8)
+    assert ServeConfig().is_local
+    assert "sesame" not in repr(ServeConfig(api_key="sesame"))
+    for wrong in (
+        {"max_batch": 0},
+        {"port": 70_000},
+        {"api_key": " "},
+        {"max_rate": 0.0},
+        {"tls_key": Path("key.pem")},
+    ):
+        with pytest.raises(ConfigError):
+            ServeConfig(**wrong)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, planner: Planner) -> Path:
+    """Two episodes in which the policy itself acted, and moved by 0.5 more in the second dimension."""
+    features = {name: {"dtype": "float32", "shape": [2], "names": None} for name in ("observation.state", "action")}
+    states = np.linspace(-0.5, 0.5, 14, dtype=np.float32).reshape(7, 2)
+    with LeRobotWriter(tmp_path / "walks", fps=5, features=features) as writer:
+        for episode in range(2):
+            actions = []
+            for step in range(0, 7, 3):
+                row = planner.row({"observation/state": states[step], "prompt": "go"}, number=(episode, step))
+                actions.extend(planner.plan([row])[0].chunk + np.array([0.0, 0.5]))
+            columns = {"observation.state": states, "action": np.array(actions, np.float32)[:7]}
+            writer.add_episode(columns, task="go")
+    return tmp_path / "walks"
+
+
+def test_shadow_mode_measures_the_distance_to_what_was_done(planner: Planner, recorded: Path) -> None:
+    found = shadow(planner, recorded, stride=3)
+    assert (found.episodes, found.chunks) == (2, 6)
+    np.testing.assert_allclose(found.error, [[0.0, 0.5]] * 3, atol=1e-5)
+    one = shadow(planner, recorded, episodes=1, stride=7)
+    assert (one.episodes, one.chunks) == (1, 1)
+    assert (one.hold[0] == 0).all()
+    assert (one.hold[1:] > 0).all()
+
+
+def test_another_robots_dataset_is_refused(planner: Planner) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "lerobot" / "v30_video"
+    with pytest.raises(DataError):
+        shadow(planner, golden)
