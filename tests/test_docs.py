@@ -128,7 +128,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_commands_that_do_not_exist_are_noticed(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["train", "debug", "--agent.no-such-setting", "1"]) == 2
-    assert app.main(["serve", "checkpoints/debug/first"]) == 2
+    assert app.main(["fly", "checkpoints/debug/first"]) == 2
 
 
 def anchors(page: Path) -> set[str]:
