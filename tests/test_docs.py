@@ -19,6 +19,7 @@ from pirl import recipes
 from pirl.cli import app
 from pirl.cli.inspect import policy_of
 from pirl.config import RLTrainConfig
+from pirl.config_io import write_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -106,6 +107,10 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
                 Path(word).write_text(capsys.readouterr().out)
             elif words[:2] != ["recipes", "cp"]:  # which writes it itself
                 Path(word).write_text("recipe: acrlpd_libero\n")
+        if (
+            words[0] == "train" and words[1].startswith("checkpoints/") and not words[1].endswith(".yaml")
+        ):  # a run that goes on
+            write_yaml(Path(words[1]) / "config.yaml", recipes.get_config(words[1].split("/")[1]), overwrite=True)
         if words[0] in ("train", "plan", "recipes"):
             code = app.main(words)
         else:

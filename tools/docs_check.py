@@ -71,7 +71,7 @@ def smaller(command: str, folder: Path) -> str:
     hundredth = r" --(max-steps|online\.start-step) (\d+)"
     text = re.sub(hundredth, lambda found: f" --{found[1]} {max(1, int(found[2]) // 100)}", text)
     found = re.match(r"pirl (?:train|tune) (\S+)(?!.*(--help|--show-space))", text)
-    if not found:
+    if not found or found[1].startswith("checkpoints/"):  # a run goes on with its own settings
         return text
     recipe = found[1]
     config = load(str(folder / recipe) if recipe.endswith(".yaml") else recipe)
@@ -91,7 +91,9 @@ def anew(text: str) -> str:
         return f"rm -rf $HF_LEROBOT_HOME/{found[1]} && {text}"
     if found := re.match(r"pirl recipes cp \S+ (\S+)", text):
         return f"rm -f {found[1]} && {text}"
-    if re.match(r"pirl (train|eval|norm-stats|export)\b(?!.*--(resume|dry-run|help|overwrite)\b)", text):
+    if re.match(
+        r"pirl (train(?! checkpoints/)|eval|norm-stats|export)\b(?!.*--(resume|dry-run|help|overwrite)\b)", text
+    ):
         return f"{text} --overwrite"
     return text
 

@@ -89,6 +89,7 @@ def test_what_fails_is_told(
     [
         ("pirl doctor", "pirl doctor"),
         ("pirl train debug --exp-name a", "pirl train debug --exp-name a --variant quick --max-steps 3"),
+        ("pirl train checkpoints/debug/first --max-steps 400", "pirl train checkpoints/debug/first --max-steps 4"),
         ("pirl train debug --resume --max-steps 400", "pirl train debug --resume --max-steps 4 --variant quick"),
         (
             "pirl train bc_aloha_fold --exp-name a --init-weights gs://somewhere/pi0",
