@@ -24,6 +24,7 @@ from pirl.training.config import (
     CheckpointConfig,
     ConstantSchedule,
     CosineSchedule,
+    HeldOutConfig,
     MeshConfig,
     Optimizer,
     Schedule,
@@ -115,6 +116,11 @@ class RLTrainConfig:
     """RIPT: how to choose initial states."""
     evaluation: EvalConfig | None = None
     """Periodic evaluation in the environment. None: no evaluation."""
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    """Measuring on the episodes that `data.held_out` keeps apart; needs no environment."""
+    eval_fn: str | None = None
+    """`module:function` to call at evaluation intervals with a `Snapshot`; its numbers are logged. The module must be
+    trusted by name: --trust MODULE."""
     policy_optimizer: Optimizer = field(default_factory=AdamW)
     """The policy's optimizer."""
     policy_schedule: Schedule = field(default_factory=CosineSchedule)
@@ -159,6 +165,8 @@ class RLTrainConfig:
                 raise ConfigError(f"{what} is {getattr(self, what)}", hint="it is at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="seeds are not negative")
+        if self.eval_fn is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.eval_fn):
+            raise ConfigError(f"eval_fn is {self.eval_fn!r}", hint="module:function, such as my_robot:reached")
         if len(set(self.sinks)) < len(self.sinks):
             raise ConfigError(f"sinks are {', '.join(self.sinks)}", hint="name each one once")
         problems = (self._policy_problems, self._data_problems, self._rollout_problems, self._device_problems)

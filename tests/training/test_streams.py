@@ -166,9 +166,9 @@ def test_a_round_ends_where_the_policy_has_moved_far(pool: LocalPool, tmp_path: 
 def acting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OnlineStream, TrainState]]:
     config = online_run(tmp_path_factory.mktemp("runs"))
     agent, transform = build_agent(config), build_transform(config)
-    with build_acting(config, agent, transform, make_mesh()) as (stream, evaluator):
+    with build_acting(config, agent, transform, make_mesh()) as (stream, evaluations):
         assert isinstance(stream, OnlineStream)
-        assert evaluator is None
+        assert evaluations.parts == ()
         yield stream, agent.init(jax.random.key(0))
 
 

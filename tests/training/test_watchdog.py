@@ -12,6 +12,8 @@ from pirl.training.watchdog import UnhealthyError, Watchdog
 
 FINE = {"time/stall_fraction": 0.01, "policy/grad_norm": 1.0, "eval/success_rate": 0.6, "memory/host_gib": 1.0}
 
+WORTHLESS = {"held_out/auc": 0.55, "held_out/auc_by_chance": 0.7}
+
 
 def looked(
     records: Sequence[Mapping[str, float]], folder: Path, *, free: float = 100.0, config: WatchdogConfig | None = None
@@ -31,12 +33,25 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("trained", "held_out"),
+    [
+        (0.3, WORTHLESS),  # it knows nothing yet, and says so
+        (0.9, {"held_out/auc": 0.8, "held_out/auc_by_chance": 0.7}),
+        (0.9, {"held_out/rank_correlation": 0.6, "held_out/rank_correlation_by_chance": 0.3}),
+    ],
+)
+def test_a_critic_that_learns_is_left_alone(trained: float, held_out: dict[str, float], tmp_path: Path) -> None:
+    assert looked([FINE | {"critic/mc_correlation": trained} | held_out] * 5, tmp_path) == ([], {})
+
+
+@pytest.mark.parametrize(
     ("records", "name", "words"),
     [
         ([FINE | {"time/stall_fraction": 0.9}] * 5, "stall", "waits for data 90%"),
         ([FINE | {"policy/grad_norm": 0.0}] * 5, "dead_gradients", "policy/grad_norm"),
         ([FINE, *[FINE | {"eval/success_rate": 0.1}] * 3], "collapse", "from 0.60 to 0.10"),
         ([FINE, {"ript/success_rate": 0.0}, FINE, {"ript/success_rate": 0.0}], "no_success", "0 in two collections"),
+        ([{"critic/mc_correlation": 0.9}, FINE | WORTHLESS, FINE | WORTHLESS], "memorised", "held_out/auc is 0.55"),
         ([FINE | {"online/success_rate": 0.0}] * 3, "no_success", "easier states"),
         ([FINE | {"memory/host_gib": 1.0 + 0.2 * i} for i in range(6)], "memory", "grew from"),
     ],

@@ -53,10 +53,12 @@ def create_acrlpd_data_loader(
     height, width = transform.image_size
     if height != width:
         raise ConfigError(f"the model's pictures are {height}x{width}", hint="datasets are read for square pictures")
-    source = training_source(config, transform.robot, image_size=height) if config.repo_ids else None
+    source, held_out = None, None
+    if config.repo_ids:
+        source, held_out = training_source(config, transform.robot, image_size=height)
     if source is not None and next_observations:
         check_discount(discount, float(np.median(source.lengths)))
-    return ACRLPDDataLoader(
+    loader = ACRLPDDataLoader(
         source,
         transform,
         config=config,
@@ -69,12 +71,16 @@ def create_acrlpd_data_loader(
         host_id=host_id,
         host_count=host_count,
     )
+    loader.held_out = held_out
+    return loader
 
 
-def training_source(config: DataConfig, robot: Robot, *, image_size: int = 224) -> EpisodeSource:
-    """The episodes to train on: without those held out, and only successes where that is asked."""
-    source, _ = split(create_source(config, robot, image_size=image_size), config.held_out, config.seed)
-    return successful(source) if config.successes_only else source
+def training_source(
+    config: DataConfig, robot: Robot, *, image_size: int = 224
+) -> tuple[EpisodeSource, EpisodeSource | None]:
+    """(the episodes to train on, those held out). To train on are only successes where that is asked."""
+    source, held_out = split(create_source(config, robot, image_size=image_size), config.held_out, config.seed)
+    return successful(source) if config.successes_only else source, held_out
 
 
 def check_discount(discount: float, steps: float) -> None:

@@ -183,18 +183,19 @@ class SubsetSource(EpisodeSource):
 
     def __init__(self, source: EpisodeSource, kept: Sequence[int] | Int[np.ndarray, "E"]) -> None:
         self.source = source
-        self._kept = [int(index) for index in kept]
+        self.kept = [int(index) for index in kept]
+        """Where its episodes are in the source."""
 
     @property
     def weights(self) -> Float[np.ndarray, "E"] | None:
         """Probability of each episode, where the source says."""
         weights = self.source.weights
-        return None if weights is None else weights[self._kept] / weights[self._kept].sum()
+        return None if weights is None else weights[self.kept] / weights[self.kept].sum()
 
     @property
     def lengths(self) -> Int[np.ndarray, "E"]:
         """Number of steps of each episode."""
-        return self.source.lengths[self._kept]
+        return self.source.lengths[self.kept]
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -215,15 +216,15 @@ class SubsetSource(EpisodeSource):
         return self.source.prepare()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def episode(self, index: int) -> Episode:
         """Low-dimensional data of one episode."""
-        return self.source.episode(self._kept[index])
+        return self.source.episode(self.kept[index])
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
         """Pictures of one episode."""
-        return self.source.frames(self._kept[index])
+        return self.source.frames(self.kept[index])
 
 
 def successful(source: EpisodeSource) -> SubsetSource:

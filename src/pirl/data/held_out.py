@@ -75,3 +75,20 @@ def describe(outcomes: Sequence[bool | None], indices: Sequence[int], held_out: 
     shown = " ".join(str(indices[i]) for i in chosen[:20]) + (" …" if len(chosen) > 20 else "")
     found = f" ({counts}): {shown}" if kinds else f": no outcome has {FEWEST}"
     return f"data.held_out {held_out:g} (data.seed {seed}) keeps {len(kinds)} of {len(outcomes)} episodes apart{found}"
+
+
+def rows_of(
+    lengths: Sequence[int] | Int[np.ndarray, "E"], outcomes: Sequence[bool | None], count: int, *, least: int = 8
+) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
+    """(episode, step) of about `count` rows to measure on, spread evenly over each episode.
+
+    Every episode has at least `least` rows, as far as it has steps: where that is too many, some episodes are left
+    out, of the outcomes in turn.
+    """
+    groups = [[i for i, outcome in enumerate(outcomes) if outcome is kind] for kind in _OUTCOMES]
+    in_turn = [i for rank in range(len(outcomes)) for group in groups for i in group[rank : rank + 1]]
+    used = sorted(in_turn[: max(count // least, 1)])
+    each = max(least, count // max(len(used), 1))
+    steps = [np.unique(((np.arange(each) + 0.5) * lengths[i] / each).astype(np.int64)) for i in used]
+    episodes = [np.full(len(of), i, np.int64) for i, of in zip(used, steps, strict=True)]
+    return np.concatenate(episodes), np.concatenate(steps)

@@ -124,6 +124,8 @@ class ACRLPDDataLoader:
         self._sharding = sharding
         self._mine = np.arange(batch_size).reshape(host_count, -1)[host_id]
         self._memory = FrameMemory()
+        self.held_out: EpisodeSource | None = None
+        """Episodes kept apart from these batches, where there are any."""
         self._step = 0
         self._ahead: _Prefetcher | None = None
         self._fingerprint: str | None = None
@@ -162,6 +164,12 @@ class ACRLPDDataLoader:
         self._waited += time.perf_counter() - asked
         return batch
 
+    def batch_at(self, resident: Resident, rows: Int[Array, "B"]) -> ChunkBatch:
+        """The batch whose samples start at these rows, for measuring on always the same ones."""
+        known = known_steps(resident.table, rows, critic_horizon=self.critic_horizon)
+        batch = self._gather(_Draw(residents=[resident], part=np.zeros(len(rows), np.int64), rows=rows, known=known))
+        return batch if self._sharding is None else put_on_devices(batch, self._sharding)
+
     def __iter__(self) -> Iterator[ChunkBatch]:
         while True:
             yield self.sample_batch()
@@ -196,7 +204,7 @@ class ACRLPDDataLoader:
         mine = self.state()
         wanted = {
             "seed": "resume with the seed the run began with",
-            "fingerprint": "the datasets, their labels or their weights have changed; resume with the same data",
+            "fingerprint": "datasets, labels, weights or data.held_out have changed; resume with the same data",
             "replay": "restore the replay buffer of the same checkpoint first",
         }
         for key, hint in wanted.items():

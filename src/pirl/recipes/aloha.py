@@ -17,6 +17,8 @@ standard deviations; they train for 5,000 steps before the actor follows. Best o
 plain BC share of 0.05. Behaviour cloning uses OpenPI's settings and is a good start: `--init-weights
 checkpoints/bc_aloha_fold/warm/20000`.
 
+One episode in ten of each outcome is held out to measure on (`data.held_out`): there is no simulator of a real task.
+
 RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed like OpenPI's
 client, groups of 8 rollouts, full rendering, because the checkpoint was trained on it.
 
@@ -48,7 +50,7 @@ _ACRLPD = RLTrainConfig(
     agent=_AGENT,
     critic=replace(get_critic_preset("ten"), action_clip=4.0),
     init_weights=_PI0_BASE,
-    data=DataConfig(robot="aloha"),
+    data=DataConfig(robot="aloha", held_out=0.1),
     policy_optimizer=AdamW(weight_decay=1e-4),
     policy_schedule=CosineSchedule(peak_lr=1e-5, decay_lr=1e-6, decay_steps=_STEPS),
     critic_optimizer=AdamW(weight_decay=1e-4),
@@ -62,7 +64,7 @@ _BC = RLTrainConfig(
     model=_ACRLPD.model,
     agent=BCConfig(),
     init_weights=_PI0_BASE,
-    data=DataConfig(robot="aloha", outcome="sparse_success"),
+    data=DataConfig(robot="aloha", outcome="sparse_success", held_out=0.1),
     batch_size=32,
     num_train_steps=20_000,
 )

@@ -8,7 +8,7 @@
 scored. Discount 0.998: episodes end after 600 steps. Bring your own LeRobot dataset with the columns of OpenPI's DROID
 converter and an outcome column (next.success or next.reward). Copy the checkpoint's statistics from its assets/droid to
 assets/droid, so that joints keep their meaning. For joint positions instead of velocities: `--data.robot
-droid_joint_position`, with your own statistics.
+droid_joint_position`, with your own statistics. One episode in ten of each outcome is held out to measure on.
 
 Hardware, by `pirl plan`, not measured: acrlpd_droid_lora 17 GiB, so one 24 GB card; the full model as for LIBERO.
 Results: not run at full size yet.
@@ -32,7 +32,7 @@ _ACRLPD = RLTrainConfig(
     model=replace(get_preset("pi05"), horizon=15),
     agent=_AGENT,
     init_weights=_PI05_DROID,
-    data=DataConfig(robot="droid", asset_id="droid", critic_horizon=8),
+    data=DataConfig(robot="droid", asset_id="droid", critic_horizon=8, held_out=0.1),
     policy_optimizer=AdamW(weight_decay=1e-4),
     policy_schedule=CosineSchedule(peak_lr=1e-5, decay_lr=1e-6, decay_steps=_STEPS),
     batch_size=128,
@@ -44,7 +44,7 @@ _BC = RLTrainConfig(
     model=_ACRLPD.model,
     agent=BCConfig(),
     init_weights=_PI05_DROID,
-    data=DataConfig(robot="droid", asset_id="droid", outcome="sparse_success"),
+    data=DataConfig(robot="droid", asset_id="droid", outcome="sparse_success", held_out=0.1),
     batch_size=32,
     num_train_steps=20_000,
 )

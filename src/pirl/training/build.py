@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from pirl.models.params import Params
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
 from pirl.parallel.sharding import data_sharding, sharded_shapes
 from pirl.paths import lerobot_home
+from pirl.records import EpisodeSource
 from pirl.rollout.collector import Collector
 from pirl.rollout.curriculum import Curriculum
 from pirl.rollout.make_pool import make_pool
@@ -34,7 +36,10 @@ from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 from pirl.rollout.record import RolloutRecorder
 from pirl.training import compiler
-from pirl.training.evaluator import Evaluator
+from pirl.training.eval_fn import EvalFn, UserEvaluation
+from pirl.training.evaluator import Evaluations, Evaluator, Measurement
+from pirl.training.held_out import BATCH_SIZE, HeldOut
+from pirl.training.measured import FILE
 from pirl.training.streams import DatasetStream, GroupStream, OnlineStream, Stream
 
 
@@ -79,9 +84,9 @@ def stats_of_weights(config: RLTrainConfig) -> Path | None:
 
 @contextmanager
 def build_acting(
-    config: RLTrainConfig, agent: Agent, transform: Transform, mesh: Any
-) -> Iterator[tuple[Stream, Evaluator | None]]:
-    """Where batches come from, and the evaluation: with the datasets, environments and replay buffer they need."""
+    config: RLTrainConfig, agent: Agent, transform: Transform, mesh: Any, eval_fn: EvalFn | None = None
+) -> Iterator[tuple[Stream, Evaluations]]:
+    """Where batches come from, and the evaluations: with the datasets, environments and replay buffer they need."""
     with ExitStack() as parts:
         loader = replay = pool = recorder = None
         if config.env is not None and (config.acts or config.evaluation):
@@ -99,9 +104,17 @@ def build_acting(
         policy = None
         if config.acts and pool is not None:
             policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
+        measured: list[Measurement | None] = [build_evaluator(config, agent, transform, pool, policy=policy)]
+        if loader is not None and loader.held_out is not None:
+            apart = parts.enter_context(build_held_out_loader(config, transform, mesh, loader.held_out))
+            file = config.run_dir / FILE
+            measured.append(build_held_out(config, agent, transform, mesh, apart, loader.held_out, file=file))
+        if eval_fn is not None:
+            acting = policy or build_chunk_policy(config, agent, transform)
+            measured.append(UserEvaluation(eval_fn, config, agent, transform, acting))
         yield (
             build_stream(config, agent, transform, mesh, loader, replay, pool, policy=policy, recorder=recorder),
-            build_evaluator(config, agent, transform, pool, policy=policy),
+            Evaluations([one for one in measured if one is not None]),
         )
 
 
@@ -160,6 +173,49 @@ def build_evaluator(
     if policy is None or config.evaluation.best_of != config.rollout.best_of:
         policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
     return Evaluator(pool, policy, config.evaluation, key=_key(config, "eval"), retries=config.rollout.retries)
+
+
+def build_held_out_loader(
+    config: RLTrainConfig, transform: Transform, mesh: Any, source: EpisodeSource
+) -> ACRLPDDataLoader:
+    """Batches of held-out episodes: small ones, which all devices share evenly."""
+    return ACRLPDDataLoader(
+        source,
+        transform,
+        config=replace(config.data, prefetch=0),
+        batch_size=-(-min(BATCH_SIZE, config.batch_size) // mesh.size) * mesh.size,
+        horizon=config.horizon,
+        discount=config.discount,
+        next_observations=config.has_critic,
+        sharding=data_sharding(mesh),
+        host_id=jax.process_index(),
+        host_count=jax.process_count(),
+    )
+
+
+def build_held_out(
+    config: RLTrainConfig,
+    agent: Agent,
+    transform: Transform,
+    mesh: Any,
+    loader: ACRLPDDataLoader,
+    source: EpisodeSource,
+    *,
+    file: Path | None = None,
+) -> HeldOut:
+    """The measurement on held-out episodes; the noise is the same in every run of a seed."""
+    return HeldOut(
+        agent,
+        transform,
+        loader,
+        source,
+        mesh,
+        config.held_out,
+        discount=config.discount,
+        flow_steps=config.rollout.flow_steps,
+        key=_key(config, "held_out"),
+        file=file,
+    )
 
 
 def build_stream(

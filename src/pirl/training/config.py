@@ -177,6 +177,23 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """Measuring on held-out episodes during training, where `data.held_out` keeps some apart."""
+
+    interval: int = 1000
+    """Steps between measurements; the first is before training, the last at its end."""
+    rows: int = 512
+    """Rows to measure on, about; always the same ones, spread evenly over the episodes, at least eight of each."""
+    candidates: int = 8
+    """The policy's chunks per row that the critic compares."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("interval", 1), ("rows", 8), ("candidates", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"held_out.{name} is {getattr(self, name)}", hint=f"it is at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumeMode:
     """What to do where a run of this name exists. With neither flag an existing run is an error."""
 

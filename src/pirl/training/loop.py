@@ -1,5 +1,6 @@
 """The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -31,7 +32,8 @@ from pirl.training import preflight
 from pirl.training.build import asset_id, build_acting, build_transform, load_policy
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
-from pirl.training.evaluator import Evaluator
+from pirl.training.eval_fn import EvalFn, find_eval_fn
+from pirl.training.evaluator import Evaluations
 from pirl.training.interrupt import stop_on_signal
 from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
 from pirl.training.pictures import save_camera_grid
@@ -56,20 +58,26 @@ def train(
     fresh_if_missing: bool = False,
     dry_run: bool = False,
     agent: Agent | None = None,
+    eval_fn: EvalFn | None = None,
+    trust: Collection[str] = (),
 ) -> int:
     """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint.
 
     `resume` goes on with the run; with `fresh_if_missing` it begins one that has no checkpoint yet.
 
     An algorithm of one's own is given as `agent`; `config.agent` then only says which kind of batches it learns from.
+    `eval_fn` is called at evaluation intervals, its numbers are logged; one that `config.eval_fn` names needs its
+    module in `trust`.
     """
+    if eval_fn is None and config.eval_fn is not None:
+        eval_fn = find_eval_fn(config.eval_fn, trust)
     distributed.initialize()
     mesh = make_mesh(config.mesh.fsdp)
     ahead = agent is None and isinstance(config.model, Pi0Config) and not (dry_run or config.debug_nans)
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     shapes = sharded_shapes(mesh, jax.eval_shape((agent or build_agent(config)).init, init_key))
-    preflight.check(config, agent or build_agent(config), mesh, shapes, **modes)
+    preflight.check(config, agent or build_agent(config), mesh, shapes, own_metrics=eval_fn is not None, **modes)
     agent, transform = agent or build_agent(with_choices(config)), build_transform(config)
     with ExitStack() as parts:
         parts.enter_context(jax.debug_nans(config.debug_nans))
@@ -79,7 +87,7 @@ def train(
         if dry_run:
             describe_run(config, mesh, shapes, update)
             return 0
-        stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh))
+        stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh, eval_fn))
         going_on = prepare_directory(config.run_dir, **modes)
         if going_on:  # before anything in the folder is changed
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
@@ -105,7 +113,7 @@ def run(
     checkpoints: Checkpoints,
     key: jax.Array,
     extra: dict[str, Any],
-    evaluator: Evaluator | None = None,
+    evaluator: Evaluations | None = None,
 ) -> int:
     """Update until the steps are done, patience ends, or somebody asks to stop; then leave a checkpoint."""
     start, total, is_main = int(extra.get("step", 0)), config.num_train_steps, distributed.is_main()
@@ -130,8 +138,8 @@ def run(
                 checkpoints.amend(step, position)  # the same weights, and more that was collected with them
             stream.prune(kept["stream"] for kept in chain([position], checkpoints.extras()))
 
-        if evaluator is not None and not extra:
-            log.write(0, evaluator(state, progress.say))
+        if evaluator is not None and evaluator.due(0, total) and not extra:
+            log.write(0, evaluator(state, 0, total, progress.say))
         for step in range(start + 1, total + 1):
             try:
                 for batch in stream.round(step, state, lambda: bool(stop), progress.say):
@@ -157,7 +165,7 @@ def run(
             if evaluator is not None and evaluator.due(step, total):
                 try:
                     with log.paused():
-                        results = evaluator(state, progress.say)
+                        results = evaluator(state, step, total, progress.say)
                 except EnvError:
                     save(step, values)
                     raise

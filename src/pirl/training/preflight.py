@@ -40,6 +40,7 @@ from pirl.planning.memory import leaf_bytes
 from pirl.planning.plan import batch_shapes
 from pirl.rollout.evaluate import EVAL_METRICS
 from pirl.training.build import stats_of_weights
+from pirl.training.measured import metric_names as held_out_metrics
 from pirl.training.streams import logged_names
 
 GB = 10**9
@@ -64,10 +65,11 @@ def check(
     resume: bool = False,
     overwrite: bool = False,
     fresh_if_missing: bool = False,
+    own_metrics: bool = False,
 ) -> None:
     """Refuse a run that cannot succeed: one problem as its own error, several as a `PreflightError` with all of them.
 
-    `shapes` is the training state's, with its shardings.
+    `shapes` is the training state's, with its shardings. `own_metrics`: an `eval_fn` logs names that nobody knows here.
     """
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     checks: list[Callable[[], Iterator[PirlError | PirlWarning]]] = [
@@ -76,7 +78,7 @@ def check(
         partial(environment_problems, config),
         partial(data_problems, config),
         partial(weight_problems, config),
-        partial(metric_problems, config, agent, shapes),
+        partial(metric_problems, config, agent, shapes, own_metrics=own_metrics),
         partial(disk_problems, config, shapes),
     ]
     problems = _collect(checks)
@@ -154,10 +156,11 @@ def position_problems(config: RLTrainConfig, saved: Mapping[str, Any]) -> Iterat
     elif names and (names == (SYNTHETIC,) or not any(map(to_download_dataset, names))):
         size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
         robot = select_cameras(config.robot, config.data.cameras)
-        source = training_source(config.data, robot, image_size=size)
+        source, _ = training_source(config.data, robot, image_size=size)
         if fingerprint(source) != position["fingerprint"]:
             yield CheckpointError(
-                f"{', '.join(names)}: the datasets, their labels or their weights have changed since the run began",
+                f"{', '.join(names)}: the episodes to train on have changed since the run began "
+                "(datasets, labels, weights or data.held_out)",
                 hint="resume with the same data, or start a new run from its weights: --exp-name NAME "
                 "--init-weights CHECKPOINT",
             )
@@ -229,7 +232,9 @@ def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterato
         check_fits(where, pi0.param_shapes(config.model))
 
 
-def metric_problems(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> Iterator[PirlError]:
+def metric_problems(
+    config: RLTrainConfig, agent: Agent, shapes: TrainState, *, own_metrics: bool = False
+) -> Iterator[PirlError]:
     """Metrics that are to stop a run or choose checkpoints, and that the run never logs."""
     rules = {"early_stop": config.early_stop, "checkpoint.keep_best": config.checkpoint.keep_best}
     for name, rule in rules.items():
@@ -241,12 +246,13 @@ def metric_problems(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> 
                 f"{name}.metric is {rule.metric!r}, and the run does not evaluate",
                 hint="--evaluation.interval N evaluates every N steps (it needs an environment)",
             )
-        elif known is not None and rule.metric not in known:
+        elif known is not None and rule.metric not in known and not own_metrics:
             error = did_you_mean(rule.metric, known, kind=f"metric in {name}.metric:")
             yield ConfigError(error.message, hint=error.hint)
     best = config.checkpoint.keep_best
-    if best and best.metric in EVAL_METRICS and config.evaluation is not None:
-        every, saved = config.evaluation.interval, config.checkpoint.save_interval
+    measured = config.held_out if best and best.metric.startswith("held_out/") else config.evaluation
+    if best and best.metric.startswith(("eval/", "held_out/")) and measured is not None:
+        every, saved = measured.interval, config.checkpoint.save_interval
         if every % saved and saved % every and math.lcm(every, saved) > config.num_train_steps:
             yield ConfigError(
                 f"no step is both evaluated (every {every}) and saved (every {saved}), so that none can be the best",
@@ -262,7 +268,8 @@ def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set
     except Exception:  # its own kind of batch
         return None
     evaluated = EVAL_METRICS if config.evaluation is not None else ()
-    return {*metrics, *schedules(config), *TIMES, *logged_names(config), *evaluated}
+    held_out = held_out_metrics(values=config.has_critic) if config.data.held_out and needs_data(config) else ()
+    return {*metrics, *schedules(config), *TIMES, *logged_names(config), *evaluated, *held_out}
 
 
 def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlError]:

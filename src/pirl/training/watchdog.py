@@ -19,6 +19,8 @@ from pirl.errors import PirlError, PirlWarning
 
 SUCCESS = ("eval/success_rate", "ript/success_rate", "online/success_rate")
 GIB = 2**30
+KNOWN = 0.7
+"""Correlation of values and returns above which a critic knows its training data."""
 
 
 class UnhealthyError(PirlError):
@@ -40,6 +42,7 @@ class Watchdog:
         self._said: set[str] = set()
         self._strikes: dict[str, int] = {}
         self._best: dict[str, float] = {}
+        self._trained = 0.0
         self._memory: deque[float] = deque(maxlen=config.patience + 1)
         self._beats: deque[float] = deque(maxlen=32)
         self._over = threading.Event()
@@ -97,6 +100,7 @@ class Watchdog:
                     f"{name} has been 0 in two collections: where all fail alike, nothing can be learned from it; "
                     "imitate for longer first, or begin with easier states",
                 )
+        yield from self._memorised(values)
         if "memory/host_gib" in values:
             self._memory.append(values["memory/host_gib"])
             seen = list(self._memory)
@@ -106,6 +110,21 @@ class Watchdog:
         free = self._free(self._directory) / GIB
         if free < self._config.disk_gib:
             yield "disk", f"{free:.1f} GiB are left on the disk of {self._directory}: checkpoints may fail soon"
+
+    def _memorised(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Does the critic know its training batches, and of held-out episodes no more than chance would?"""
+        self._trained = values.get("critic/mc_correlation", self._trained)
+        for name in ("held_out/auc", "held_out/rank_correlation"):
+            if name not in values:
+                continue
+            found, chance = values[name], values.get(f"{name}_by_chance", 1.0)
+            if self._struck(name, self._trained > KNOWN and found < chance, patience=2):
+                yield (
+                    "memorised",
+                    f"{name} is {found:.2f}, which a worthless critic reaches too (up to {chance:.2f} with so few "
+                    f"episodes), while on training batches its values correlate {self._trained:.2f} with the returns: "
+                    "it knows the episodes, not what makes them succeed. Check the labels, or record more failures",
+                )
 
     def _struck(self, name: str, bad: bool, *, patience: int | None = None) -> bool:
         """Has it been bad in so many records in a row?"""

@@ -1,0 +1,121 @@
+"""An evaluation of the user's own, called while a run trains: `train(config, eval_fn=...)` or `--eval-fn`."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from numbers import Real
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from pirl.agents.agent import Agent, TrainState
+from pirl.config import RLTrainConfig
+from pirl.data.transforms import Transform
+from pirl.envs.env import RawObservation
+from pirl.errors import ConfigError
+from pirl.rollout.collector import Say
+from pirl.rollout.policy import ChunkPolicy
+
+GROUP = "eval_fn"
+"""Metrics without a slash in their names are logged under it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """A run at one step, as the user's function sees it."""
+
+    step: int
+    """Steps so far; 0 before training."""
+    state: TrainState
+    """All weights. Lent: do not keep it, the next update takes its memory."""
+    agent: Agent
+    """The algorithm."""
+    config: RLTrainConfig
+    """The run's configuration."""
+    policy: ChunkPolicy
+    """Acts with these weights: `policy.plan` answers several environments at once."""
+
+    def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
+        """What the policy would do from here on, in the robot's units, for one observation in the robot's own keys."""
+        return self.policy.use(self.state, jax.random.key(seed)).plan({0: observation}, {0: (0, 0)})[0]
+
+
+EvalFn = Callable[[Snapshot], Mapping[str, float]]
+"""The user's function: numbers by name."""
+
+
+class UserEvaluation:
+    """Calls the function and checks what it returns."""
+
+    def __init__(
+        self, function: EvalFn, config: RLTrainConfig, agent: Agent, transform: Transform, policy: ChunkPolicy
+    ) -> None:
+        self._function, self._config, self._agent = function, config, agent
+        self._transform, self._policy = transform, policy
+
+    @property
+    def interval(self) -> int:
+        """As often as the run evaluates otherwise."""
+        return (self._config.evaluation or self._config.held_out).interval
+
+    def __call__(self, state: TrainState, step: int, say: Say = lambda _: None) -> dict[str, float]:
+        """Its numbers, for the log."""
+        say(f"calling {_name(self._function)}")
+        policy = self._policy.use(state, jax.random.key(0))
+        try:
+            found = self._function(
+                Snapshot(step=step, state=state, agent=self._agent, config=self._config, policy=policy)
+            )
+        finally:
+            self._policy.use(None, jax.random.key(0))
+        return checked(found, _name(self._function))
+
+
+def checked(found: Any, name: str) -> dict[str, float]:
+    """What the function returned, as metrics."""
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"eval_fn {name} returned {type(found).__name__}, expected numbers by name",
+            hint='return a dict such as {"reached": 0.8}',
+        )
+    for key, value in found.items():
+        if not isinstance(key, str) or not isinstance(value, Real | np.ndarray | jax.Array) or np.shape(value):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"eval_fn {name} returned {key!r}: {type(value).__name__}, expected a name and one number",
+                hint="return means, not arrays, and leave out what is not a number",
+            )
+    metrics = {key if "/" in key else f"{GROUP}/{key}": float(value) for key, value in found.items()}
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}
+
+
+def find_eval_fn(named: str, trusted: Collection[str]) -> EvalFn:
+    """The function that `module:function` names. Its module is imported only if the user trusts it by name.
+
+    A configuration may come from somebody else; what it names would run with the user's rights.
+    """
+    module, _, function = named.partition(":")
+    if module not in trusted:
+        raise ConfigError(
+            f"eval_fn is {named!r}: the configuration asks to run code of the module {module!r}",
+            hint=f"if you trust that module, say so: --trust {module}",
+        )
+    try:
+        found = getattr(import_module(module), function, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"eval_fn {named}: the module cannot be imported: {error}",
+            hint="its folder must be on the path: PYTHONPATH=FOLDER pirl ...",
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"eval_fn {named}: that is {'not there' if found is None else f'a {type(found).__name__}'}",
+            hint=f"{module}.py defines it: def {function}(snapshot): return {{...}}",
+        )
+    return found
+
+
+def _name(function: EvalFn) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
