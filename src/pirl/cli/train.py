@@ -34,7 +34,7 @@ examples:
   pirl train rl_fold_box --exp-name box1 --data-path recordings/fold_box --dry-run
   pirl train acrlpd_libero --exp-name q1 --mesh.fsdp 8 --agent.discount 0.995
   pirl train checkpoints/acrlpd_libero/q1                   go on with a run
-  pirl train checkpoints/acrlpd_libero/q1 --max-steps 40000 and train it longer
+  pirl train checkpoints/acrlpd_libero/q1 --max-steps 40000   and longer
   pirl train my.yaml --exp-name q2 --batch-size 64          from `pirl recipes cp acrlpd_libero my.yaml`"""
 
 MODES = """\
