@@ -18,12 +18,14 @@ from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.build import build_agent
 from pirl.checkpoints.run import Checkpoints
 from pirl.cli import app
+from pirl.cli.eval import _show
 from pirl.config_io import write_yaml
 from pirl.data.normalize import save_norm_stats
 from pirl.errors import CheckpointError, ConfigError
 from pirl.models.observation import Observation
+from pirl.records import Context
 from pirl.rollout.contexts import fixed_contexts
-from pirl.rollout.evaluate import evaluate
+from pirl.rollout.evaluate import Evaluation, Trial, evaluate
 from pirl.rollout.pool import LocalPool
 from pirl.training.acting import find_checkpoint, open_checkpoint
 from small_runs import assert_same_bits, compiled_once
@@ -114,6 +116,17 @@ def test_the_table_tells_rates_intervals_and_files(folder: Path, capsys: pytest.
     for part in ("go right", f"({rate['successes']}/10)", f"{rate['low']:.3f} to {rate['high']:.3f}", "out/eval.json"):
         assert part in shown.out
     assert "10/10 episodes (100%)" in shown.err
+
+
+def test_names_with_brackets_are_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """As markup, `[/red]` in a task ended the command after all of its simulation."""
+    context = Context("put [/red] into [bold]the box[/bold] :smile:", 0)
+    evaluation = Evaluation(trials=[Trial(context=context, success=True, reward=1.0, length=3)])
+    asked = {"checkpoint": "runs/[/x]/5", "episodes": 1, "split": "test", "seed": 0}
+    _show({"evaluation": asked}, {"": evaluation}, Path("out [/y]"))
+    shown = capsys.readouterr().out
+    for part in (context.task, "runs/[/x]/5", "out [/y]/eval.json"):
+        assert part in shown
 
 
 def test_results_of_another_evaluation_are_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,6 +175,14 @@ def test_starts_that_always_fail(build: Build, told: str) -> None:
         make(build, size=1, num_workers=1, start_timeout=0.4 if build is rollout_envs.sleepy else 30.0)
 
 
+def test_a_worker_that_is_slow_to_start_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pirl.rollout.remote.START_NOTICE", 0.01)
+    told = r"still starting; after 30 s \(rollout.worker_start_timeout\)"
+    with pytest.warns(PirlWarning, match=told), make(size=1, num_workers=1, start_timeout=30.0) as pool:
+        assert isinstance(pool.start({0: Context("count", 0)})[0], Started)
+    assert pool.restarts == 0
+
+
 def test_errors_of_our_own_arrive_as_they_are() -> None:
     with pytest.raises(MissingExtraError) as caught:
         make(rollout_envs.missing)

@@ -19,7 +19,7 @@ from pirl.checkpoints.ocdbt import check_files, read_json
 from pirl.checkpoints.run_directory import complete_steps
 from pirl.errors import CheckpointError, listing
 from pirl.files import json_text, sync, write_text
-from pirl.names import CHECKSUMS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
+from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
 
 IN_STEP = f"extra/{CHECKSUMS_FILE}"
 EXTRA_FILE = "extra/extra.json"
@@ -120,7 +120,7 @@ def verifying(folder: Path, *items: str) -> Iterator[None]:
         except Exception as caught:
             error = caught
         try:
-            changed = found.result()
+            changed = [problem for problem in found.result() if not _moved_statistics(problem)]
         except CheckpointError as unreadable:
             changed = [unreadable.message]
         if changed:
@@ -128,6 +128,11 @@ def verifying(folder: Path, *items: str) -> Iterator[None]:
             raise damaged_step(folder, reason) from error
         if error is not None:
             raise error
+
+
+def _moved_statistics(problem: str) -> bool:
+    """Statistics may be renamed or taken away: those that are needed are asked for by name."""
+    return problem.startswith(f"{ASSETS_ITEM}/") and problem.endswith(": missing")
 
 
 def extra_text(content: dict[str, object]) -> str:
@@ -156,4 +161,4 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) - 1)), thread_name_prefix="pirl-checksums")
 
 
-_HINT = "the files are damaged: copy or download them again, or take another step"
+_HINT = f"the files are damaged: copy them again, or take another step; of a change on purpose, delete {CHECKSUMS_FILE}"

@@ -177,7 +177,7 @@ def render(description: Description) -> str:
     for c in d.components:
         parts.add_row(c.name, str(c.leaves), f"{c.parameters:,}", _size(c.bytes), ", ".join(c.dtypes))
     text = io.StringIO()
-    Console(file=text, width=120, color_system=None).print(facts, parts)
+    Console(file=text, width=120, color_system=None, markup=False, emoji=False).print(facts, parts)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

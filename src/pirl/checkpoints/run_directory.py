@@ -100,14 +100,14 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if (directory / name / PARAMS_ITEM / "_METADATA").is_file())
 
 
-def lock_run(directory: Path, taken: PirlError | None = None) -> FileLock:
+def lock_run(directory: Path, taken: PirlError | None = None, *, timeout: float = 0) -> FileLock:
     """The right to write into a folder. The system takes it back when the process ends, however it ends.
 
-    `taken` is raised where another process has it; without, what is said of a run.
+    `taken` is raised where another process has it for `timeout` seconds; without, what is said of a run.
     """
     lock = FileLock(directory / LOCK_FILE)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=timeout)
     except Timeout as error:
         hint = "stop it first, or choose another --exp-name"
         raise taken or CheckpointError(f"another process is training in {directory}", hint=hint) from error

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TextIO
 import pirl
 from pirl.errors import PirlError, PirlWarning, did_you_mean
 from pirl.paths import pirl_home
+from pirl.processes import follow_parent
 
 VERBS = {
     "demo": "run the whole pipeline on a laptop: record, imitate, improve, evaluate, report",
@@ -159,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete()
     if argv is None:  # a process of its own: what it compiles is kept for the next one
+        follow_parent()
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pirl_home() / "compiled"))
         if sys.argv[1:2] == ["train"] and not MEMORY_SETTINGS & os.environ.keys():
             os.environ["XLA_CLIENT_MEM_FRACTION"] = TRAINING_SHARE

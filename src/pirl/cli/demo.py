@@ -161,7 +161,7 @@ def print_table(results: Sequence[Result]) -> None:
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for cells in _cells(rows):
         table.add_row(*cells)
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def _cells(rows: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, str, str, str]]:

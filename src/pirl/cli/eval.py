@@ -258,9 +258,9 @@ def _show(result: Mapping[str, Any], evaluated: Mapping[str, Any], out: Path) ->
     """Tables and where the files are."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:  # nobody's window: do not break lines
-        console = Console(width=160)
+        console = Console(width=160, markup=False, emoji=False)
     for name, evaluation in evaluated.items():
         of = result[name] if name else result
         console.print(_table(of["evaluation"], evaluation))

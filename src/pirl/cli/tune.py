@@ -158,9 +158,9 @@ def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
     from pirl.tune.results import BEST_FILE, RESULTS_FILE, TABLE_FILE, described
 
     search, best = study.search, study.best()
-    console = Console()
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:  # nobody's window: do not break lines
-        console = Console(width=200)
+        console = Console(width=200, markup=False, emoji=False)
     title = f"{search.config.name}/{search.study}: {search.metric}, 95 % interval"
     table = Table("trial", "value", "state", *search.space, title=title, title_justify="left")
     for result in study.results():

@@ -18,6 +18,8 @@ class RolloutConfig:
     """Worker processes or Ray actors."""
     worker_timeout: float = 120.0
     """Restart a worker that takes longer than this for one chunk, in seconds."""
+    worker_start_timeout: float = 180.0
+    """Restart a worker that takes longer than this to import its simulator and make its environments, in seconds."""
     retries: int = 2
     """How often to repeat an episode lost with its worker before giving up."""
     execute: int | None = None
@@ -38,9 +40,14 @@ class RolloutConfig:
                 f"rollout: {self.num_envs} environments for {self.num_workers} workers",
                 hint="give every worker at least one",
             )
-        if not self.worker_timeout > 0 or self.retries < 0 or (self.execute is not None and self.execute < 1):
+        if (
+            not min(self.worker_timeout, self.worker_start_timeout) > 0
+            or self.retries < 0
+            or (self.execute is not None and self.execute < 1)
+        ):
             raise ConfigError(
-                f"rollout: worker_timeout {self.worker_timeout}, retries {self.retries}, execute {self.execute}",
+                f"rollout: worker_timeout {self.worker_timeout}, worker_start_timeout {self.worker_start_timeout}, "
+                f"retries {self.retries}, execute {self.execute}",
                 hint="a positive time, no negative number of retries, at least one executed step",
             )
 

@@ -12,4 +12,5 @@ def make_pool(env: EnvConfig, rollout: RolloutConfig) -> EnvPool:
     if rollout.backend == "local":
         return LocalPool(env, rollout.num_envs)
     pool: type[ProcessPool] | type[RayPool] = ProcessPool if rollout.backend == "process" else RayPool
-    return pool(env, size=rollout.num_envs, num_workers=rollout.num_workers, timeout=rollout.worker_timeout)
+    times = {"timeout": rollout.worker_timeout, "start_timeout": rollout.worker_start_timeout}
+    return pool(env, size=rollout.num_envs, num_workers=rollout.num_workers, **times)

@@ -10,6 +10,7 @@ Nothing here needs jax, because it also runs inside workers.
 """
 
 import contextlib
+import math
 import pickle
 import time
 import traceback
@@ -30,8 +31,10 @@ ONE_THREAD = dict.fromkeys(_THREADS.split(), "1")
 """Environment variables of a worker. There is one worker per core; threads inside it, of NumPy or of Mesa's renderer
 (`LP_`), would only compete."""
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 180.0
 """Seconds for a worker to import its simulator and build its environments."""
+START_NOTICE = 20.0
+"""After so many seconds it is said that a worker is still starting."""
 
 CLOSE_TIMEOUT = 2.0
 """Seconds for a worker to close its environments before it is killed."""
@@ -140,11 +143,11 @@ class _Seat:
         self._worker.send(_request(verb, *args, **options))
         self._busy = True
 
-    def _receive(self, timeout: float) -> Any:
+    def _receive(self, timeout: float, notice: float = math.inf) -> Any:
         # The time counts from the request on, as others were awaited before; a moment is left to fetch the answer.
         left = max(self._asked + timeout - time.monotonic(), min(timeout, 1.0))
         try:
-            answer = pickle.loads(self._worker.receive(left))
+            answer = pickle.loads(self._wait(left, notice))
         except TimeoutError as error:
             reason = f"its worker gave no answer for {timeout:g} s"
             raise WorkerLostError(reason, f"{reason} {error}") from None
@@ -152,6 +155,20 @@ class _Seat:
         if isinstance(answer, Failure):
             answer.throw()
         return answer
+
+    def _wait(self, left: float, notice: float) -> bytes:
+        if left > notice:
+            try:
+                return self._worker.receive(notice)
+            except TimeoutError as error:
+                said = " ".join(filter(None, ("an environment worker is still starting", str(error))))
+                warnings.warn(
+                    f"{said}; after {self._start_timeout:g} s (rollout.worker_start_timeout) it is replaced",
+                    PirlWarning,
+                    stacklevel=2,
+                )
+                left -= notice
+        return self._worker.receive(left)
 
     def _replace(self, reason: str) -> None:
         self._worker.kill()
@@ -166,7 +183,7 @@ class _Seat:
         failures = 0
         while not self.ready:
             try:
-                self._info: EnvInfo = self._receive(self._start_timeout)
+                self._info: EnvInfo = self._receive(self._start_timeout, START_NOTICE)
                 self.ready = True
             except WorkerLostError as lost:
                 failures += 1

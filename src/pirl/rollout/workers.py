@@ -7,14 +7,13 @@ again, jax included, and recurses if the script has no guard.
 import contextlib
 import faulthandler
 import os
-import select
 import signal
 import subprocess
 import sys
-import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from pirl.processes import end_with_parent
 from pirl.rollout.pool import Build
 from pirl.rollout.remote import ONE_THREAD, START_TIMEOUT, Host, RemotePool, WorkerLostError
 
@@ -89,16 +88,8 @@ def serve(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     faulthandler.enable()
     os.set_inheritable(handle, False)
-    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    end_with_parent(handle)  # which a hanging simulator would not notice
     host = Host()
     with Connection(handle) as connection, contextlib.suppress(EOFError, OSError):
         while True:
             connection.send_bytes(host.answer(connection.recv_bytes()))
-
-
-def _end_with_parent(handle: int) -> None:
-    """Exit with the parent, which a hanging simulator would not notice."""
-    hangup = select.poll()
-    hangup.register(handle, 0)
-    hangup.poll()
-    os._exit(1)

@@ -22,7 +22,7 @@ GIB = 2**30
 
 def describe_run(config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any) -> None:
     """Print the state's size by part, where it lies, and what the compiled step needs."""
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(str(breakdown(shapes, fsdp=mesh.shape[FSDP_AXIS])), markup=False)
     placed = validate_fsdp_sharding(shapes, mesh)
     rows = data_sharding(mesh)

@@ -46,6 +46,7 @@ from pirl.training.watchdog import Watchdog
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop"),
     *("debug_nans", "log_memory", "watchdog", "rollout.backend", "rollout.num_workers", "rollout.worker_timeout"),
+    "rollout.worker_start_timeout",
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
 
@@ -187,7 +188,7 @@ def run(
         checkpoints.wait()
         stream.prune(kept["stream"] for kept in checkpoints.extras())
     if is_main and config.log_memory:
-        Console(stderr=True).print(memory.report())
+        Console(stderr=True).print(memory.report(), markup=False)
     if is_main and ending:
         Console(stderr=True).print(f"{config.name}/{config.exp_name}: {ending}", markup=False, soft_wrap=True)
     return 130 if stopped else 0

@@ -50,7 +50,7 @@ class Progress:
         self._began = self._printed = self._clock()
         if self._is_main and self.console.is_terminal:
             self._bar = rich_progress.Progress(
-                rich_progress.TextColumn("{task.description}"),
+                rich_progress.TextColumn("{task.description}", markup=False),
                 rich_progress.BarColumn(),
                 rich_progress.MofNCompleteColumn(),
                 rich_progress.TimeElapsedColumn(),

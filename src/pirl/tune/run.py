@@ -6,6 +6,7 @@ never touches a device.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps, lock_r
 from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.errors import ConfigError, PirlError
+from pirl.processes import PARENT_VARIABLE
 from pirl.training.progress import Progress
 from pirl.tune.results import described, drop_checkpoints, write_results
 from pirl.tune.study import State, Study, read_evaluations
@@ -30,6 +32,8 @@ from pirl.tune.study import State, Study, read_evaluations
 POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 120.0
 """Seconds for a stopped process to save its checkpoint."""
+FREED_SECONDS = 30.0
+"""Seconds for the trial of a search that was killed to end: it frees its memory before its lock."""
 FAILURES_IN_A_ROW = 3
 """End the search after this many consecutive failures that the settings do not explain."""
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
@@ -60,15 +64,23 @@ Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
 
 
 def launch(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-    """Start `pirl` in a process that appends its output to a file."""
+    """Start `pirl` in a process that appends its output to a file, and that ends with this one."""
+    listening, _ = _lifeline()
     with log.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "pirl", *words],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, PARENT_VARIABLE: str(listening)},
+            pass_fds=[listening],
         )
+
+
+@functools.cache
+def _lifeline() -> tuple[int, int]:
+    """A pipe that closes when this process ends."""
+    return os.pipe()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -213,7 +225,7 @@ class Tuner:
         words = ["train", str(write_yaml(file, config, overwrite=True))]
         if not run.is_dir():
             return words
-        lock_run(run).release()  # a run that a killed search left behind may still go on
+        lock_run(run, timeout=FREED_SECONDS).release()  # that of a search that was killed is just ending
         if complete_steps(run):
             return [*words, "--resume"]
         return [*words, "--overwrite"] if (run / METADATA_FILE).exists() else words

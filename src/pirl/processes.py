@@ -1,0 +1,36 @@
+"""Processes that end with the one that started them, however that ends: also by `kill -9`, where no handler runs."""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+
+PARENT_VARIABLE = "PIRL_PARENT"
+"""Holds the number of a pipe's reading end; nobody ever writes, and it closes with the parent."""
+_PR_SET_PDEATHSIG = 1
+
+
+def follow_parent() -> None:
+    """In a process whose environment names a pipe: end when its other end closes."""
+    handle = os.environ.pop(PARENT_VARIABLE, "")
+    if handle.isdecimal():
+        with contextlib.suppress(OSError):  # closed on the way here, by a wrapper script: nobody to follow
+            os.set_inheritable(int(handle), False)
+            end_with_parent(int(handle))
+            if sys.platform == "linux":  # also while it is stopped or stuck in a driver
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_parent(handle: int) -> None:
+    """Watch a pipe or socket from a thread, and exit when its other end closes, whatever else this process does."""
+    threading.Thread(target=_wait_and_exit, args=(handle,), name="pirl-parent", daemon=True).start()
+
+
+def _wait_and_exit(handle: int) -> None:
+    hangup = select.poll()
+    hangup.register(handle, 0)
+    hangup.poll()
+    os._exit(1)
