@@ -85,6 +85,20 @@ class WatchdogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where wandb and trackio file a run."""
+
+    project: str = "pirl"
+    """Project name."""
+    entity: str | None = None
+    """wandb: team or user. None: the account's default."""
+    group: str | None = None
+    """Group of runs that belong together, such as the seeds of one experiment."""
+    tags: tuple[str, ...] = ()
+    """wandb: tags."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLTrainConfig:
     """A training run."""
 
@@ -143,6 +157,8 @@ class RLTrainConfig:
     """Seed of initial weights, noise, augmentation and dropout. `data.seed` determines the batches."""
     sinks: tuple[SinkName, ...] = ()
     """Services that also receive the metrics. A missing or offline service never fails a run."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Project, team, group and tags at wandb and trackio."""
     early_stop: EarlyStop | None = None
     """Early stopping. None: train all steps."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)

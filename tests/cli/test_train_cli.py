@@ -68,6 +68,19 @@ def test_modes(words: list[str], modes: set[str], calls: list) -> None:
     assert config.exp_name == ("x" if "x" in words else "run")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config", "libero", "--exp_name", "x", "--enable_fsdp", "--dry_run"],
+        ["--exp_name", "x", "--config=libero", "--dry_run"],
+    ],
+)
+def test_a_recipe_may_be_named_as_other_trainers_name_it(words: list[str], calls: list) -> None:
+    assert app.main(["train", *words]) == 7
+    ((config, modes),) = calls
+    assert (config.name, config.exp_name, modes["dry_run"]) == ("acrlpd_libero", "x", True)
+
+
 @pytest.mark.parametrize("words", [["debug", "--resume", "--overwrite"], ["--resume", "debug", "--overwrite"]])
 def test_resume_and_overwrite_exclude_each_other(
     words: list[str], calls: list, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,7 @@ import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -193,6 +194,17 @@ def test_wandb_logs_a_run_and_its_resumption_under_one_id(tmp_path: Path, monkey
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [file.stem.removeprefix("run-") for file in files] == [wandb_id(run.name)] * 2
     assert all(b"policy/loss" in file.read_bytes() for file in files)
+
+
+def test_project_team_group_and_tags_reach_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    fake = ModuleType("wandb")
+    vars(fake).update(init=lambda **options: asked.update(options), log=lambda *_, **__: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = RunInfo(project="fold", entity="lab", group="seeds", tags=("box", "v2"))
+    with MetricLog(tmp_path, ("wandb",), run=run):
+        pass
+    assert (asked["project"], asked["entity"], asked["group"], asked["tags"]) == ("fold", "lab", "seeds", ("box", "v2"))
 
 
 def test_wandb_ids_are_valid_stable_and_distinct() -> None:

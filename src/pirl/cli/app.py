@@ -120,6 +120,18 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, settings
 
 
+def recipe_first(words: Sequence[str]) -> list[str]:
+    """`train --config NAME ...`, as other trainers have it, is `train NAME ...`."""
+    words = list(words)
+    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
+    if at is None or not words or words[0] not in ("train", "plan"):
+        return words
+    _, sign, name = words.pop(at).partition("=")
+    if not sign and at < len(words):
+        name = words.pop(at)
+    return [words[0], name, *words[1:]] if name else words
+
+
 def load_verb(name: str) -> ModuleType:
     """Import a verb's module."""
     return importlib.import_module(f"pirl.cli.{name.replace('-', '_')}")
@@ -143,6 +155,7 @@ def build_parser(argv: Sequence[str]) -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Parse and run one command line; errors propagate."""
     try:
+        argv = recipe_first(argv)
         parser = build_parser(argv)
         args = parser.parse_args(argv)
         if args.verb is None:

@@ -4,24 +4,27 @@ A recipe is Python: one `RLTrainConfig` in the module of its robot. The module's
 hardware, and what is known of the results.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.errors import ConfigError, did_you_mean
-from pirl.recipes import aloha, debug, droid, libero, tabletop
+from pirl.recipes import aloha, debug, droid, foreign, libero, tabletop
+from pirl.recipes.foreign import ALIASES as ALIASES
 
 _MODULES = (debug, tabletop, aloha, libero, droid)
 
 RECIPES: Mapping[str, RLTrainConfig] = {recipe.name: recipe for module in _MODULES for recipe in module.RECIPES}
 """Every recipe by its name."""
-ALIASES: Mapping[str, str] = {"rl_fold_box": "acrlpd_aloha_fold"}
-"""Other names for recipes."""
 
 
 def get_config(name: str) -> RLTrainConfig:
     """A recipe by name; an unknown name raises with the nearest matches."""
+    if name in foreign.COMMANDS:
+        raise ConfigError(f"{name!r} is no recipe", hint=f"type: {foreign.COMMANDS[name]}")
     if ALIASES.get(name, name) not in RECIPES:
         raise did_you_mean(name, [*RECIPES, *ALIASES], kind="recipe")
     return RECIPES[ALIASES.get(name, name)]
@@ -48,13 +51,24 @@ def load(source: str) -> RLTrainConfig:
     if Path(source).suffix not in (".yaml", ".yml"):
         return get_config(source)
     data = read_yaml(source)
-    recipe = data.pop("recipe", None)
     try:
+        if foreign.is_foreign(data):
+            return _load_foreign(data, source)
+        recipe = data.pop("recipe", None)
         if not isinstance(recipe, str | None):
             raise ConfigError(f"recipe is {recipe!r}", hint=f"name one of {', '.join(RECIPES)}")
         return from_dict(RLTrainConfig, data, base=None if recipe is None else get_config(recipe))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error.message}", hint=error.hint) from error
+
+
+def _load_foreign(data: Mapping[str, Any], source: str) -> RLTrainConfig:
+    """A file in another trainer's style; what it means here is said."""
+    from pirl.recipes.flags import apply_flags
+
+    recipe, words = foreign.translate(data, RECIPES)
+    print(f"{source} says, in pirl's words: {shlex.join(['pirl', 'train', recipe, *words])}")
+    return apply_flags(get_config(recipe), words, prog=f"{source}:")
 
 
 def cli(args: Sequence[str], *, prog: str = "pirl train", about: str = "") -> RLTrainConfig:

@@ -50,12 +50,20 @@ def _short_names(prog: str) -> argparse.ArgumentParser:
     add("--critic-lr", type=float, metavar="LR", help="the critic's peak learning rate; a floor moves with it")
     add("--save-interval", type=int, metavar="N", help="checkpoint.save_interval")
     add("--data-path", nargs="+", metavar="DATASET", help="data.repo_ids, in equal shares: folders or hub names")
+    add(
+        "--enable-fsdp", action="store_true", help="mesh.fsdp auto: weights are shared among devices where they must be"
+    )
     add("--no-wandb", action="store_true", help="take wandb out of the sinks")
     add(
         "--variant", choices=("quick", "full", "benchmark"), help="few steps; as it stands; evaluated as benchmarks are"
     )
     add("--debug", action="store_true", help="the same run with a tiny model and ten steps, to see that all is there")
     return parser
+
+
+def short_flags() -> list[str]:
+    """Every short name."""
+    return [flag for action in _short_names("")._actions for flag in action.option_strings]
 
 
 def _described(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -44,7 +45,7 @@ from pirl.training.streams import Stream
 from pirl.training.watchdog import Watchdog
 
 EXPECTED_CHANGES = (
-    *("exp_name", "num_train_steps", "log_interval", "sinks", "checkpoint", "mesh", "early_stop"),
+    *("exp_name", "num_train_steps", "log_interval", "sinks", "tracking", "checkpoint", "mesh", "early_stop"),
     *("debug_nans", "log_memory", "watchdog", "rollout.backend", "rollout.num_workers", "rollout.worker_timeout"),
     "rollout.worker_start_timeout",
 )
@@ -225,7 +226,7 @@ def metric_log(config: RLTrainConfig, resume_step: int | None, pending: Any) -> 
         is_main=distributed.is_main(),
         timers=Timers(batch_size=config.batch_size, peak_flops=peak and peak * jax.device_count()),
         schedules=schedules(config),
-        run=RunInfo(project="pirl", name=f"{config.name}/{config.exp_name}", config=to_dict(config)),
+        run=RunInfo(name=f"{config.name}/{config.exp_name}", config=to_dict(config), **asdict(config.tracking)),
         resume_step=resume_step,
         pending=pending,
     )

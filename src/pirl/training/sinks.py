@@ -50,6 +50,12 @@ class RunInfo:
     """Under which runs are gathered."""
     name: str = "run"
     """This run; also its identity, so that a resumed run continues its own curves."""
+    entity: str | None = None
+    """Team or user at wandb."""
+    group: str | None = None
+    """Runs that belong together."""
+    tags: tuple[str, ...] = ()
+    """Tags at wandb."""
     config: Mapping[str, Any] | None = None
     """The resolved configuration, as plain data."""
 
@@ -221,9 +227,9 @@ class TrackerSink:
 
     def __init__(self, package: Literal["wandb", "trackio"], directory: Path, run: RunInfo) -> None:
         self._module = _extra(package, package)
-        options: dict[str, Any] = {"project": run.project, "name": run.name, "resume": "allow"}
+        options: dict[str, Any] = {"project": run.project, "name": run.name, "group": run.group, "resume": "allow"}
         if package == "wandb":
-            options |= {"id": wandb_id(run.name), "dir": str(directory)}
+            options |= {"id": wandb_id(run.name), "dir": str(directory), "entity": run.entity, "tags": run.tags or None}
         self._module.init(config=dict(run.config or {}), **options)
 
     def write(self, record: Record) -> None:
