@@ -21,7 +21,7 @@ from pirl.paths import pirl_home
 from pirl.serve.planner import Planner
 from pirl.serve.server import PolicyServer
 from pirl.training.acting import Acting, open_checkpoint
-from serving_runs import SEEN, load, running
+from serving_runs import SEEN, Client, load, running
 
 PACKAGES = ("openpi-client==0.1.2", "typing_extensions")
 """It needs the second, and does not say so."""
@@ -96,10 +96,19 @@ def test_a_stock_client_sends_alohas_nested_pictures(openpi_python: Path, tmp_pa
         "images/cam_left_wrist": rng.integers(0, 256, (3, 32, 32), np.uint8),
         "prompt": "fold",
     }
-    settings = {"max_batch": 1, "real_time": False}
+    settings = {"max_batch": 1, "real_time": True}
+    nested = {"state": seen["state"], "prompt": "fold", "images": {k[7:]: seen[k] for k in seen if k[:7] == "images/"}}
+    moved = nested | {"state": seen["state"] + np.float32(0.2), "pirl/episode": 1, "pirl/step": 1}
     with running(load(folder, settings=settings), **settings) as server:
         said, got = drive(openpi_python, server, seen, tmp_path)
+        with Client(server.port) as client:
+            first = client.ask(nested | {"pirl/episode": 1})["actions"]
+            following = client.ask(moved | {"pirl/executed": 1, "pirl/delay": 2})["actions"]
+            plain = client.ask(moved)["actions"]
     assert "no instruction" in said["said"]
     acting = open_checkpoint(folder)
     np.testing.assert_allclose(got["reply1"], expected(acting, seen, 1), rtol=0, atol=1e-4)
     assert got["reply0"].shape == (3, 14)
+    # The next chunk agrees with what is left of the last one, in places, although the robot has moved meanwhile.
+    gap, was = (np.abs(chunk[:2] - first[1:]).mean() for chunk in (following, plain))
+    assert gap < 0.5 * was

@@ -293,17 +293,18 @@ def test_a_taken_port_is_said(server: PolicyServer, planner: Planner) -> None:
         pass
 
 
-def test_nothing_is_compiled_while_serving(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_while_serving(planner: Planner) -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)  # it stays, and does nothing more
     with running(planner) as server, Client(server.port) as client:
-        client.ask(SEEN)
-        compile_one = jax._src.compiler.backend_compile_and_load  # the one place where programs are made
-        calls: list[Any] = []
-        monkeypatch.setattr(
-            jax._src.compiler, "backend_compile_and_load", lambda *a, **b: calls.append(1) or compile_one(*a, **b)
-        )
         for episode in range(3):
             client.ask(SEEN | {"pirl/episode": episode})
             client.ask(SEEN | {"pirl/episode": episode, "pirl/executed": 1})
-        assert not calls
-        jax.jit(lambda x: x + 41.5)(1.0)
-        assert calls  # it would have been seen
+    assert not compiled
+    jax.jit(lambda x: x + 41.5)(1.0)
+    assert compiled  # it would have been seen
