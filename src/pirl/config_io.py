@@ -20,6 +20,7 @@ import yaml
 
 from pirl.errors import ConfigError, did_you_mean
 from pirl.files import write_text
+from pirl.ranges import OutOfRangeError
 
 TAG = "type"
 """The key that says which dataclass of several a mapping describes."""
@@ -177,7 +178,10 @@ def _read_dataclass(cls: type[T], data: Mapping[str, Any], base: T | None, path:
             raise ConfigError(
                 f"{prefix}{field.name} is missing", hint="a complete file sets it; `recipe: NAME` starts from a recipe"
             )
-    return cls(**values)
+    try:
+        return cls(**values)
+    except OutOfRangeError as error:
+        raise error.inside(prefix) from None
 
 
 def _default(field: Field) -> Any:

@@ -137,5 +137,5 @@ def test_other_arms_are_refused() -> None:
     with pytest.raises(ConfigError, match="has 5 arms, this one 3"):
         curriculum().restore(curriculum(contexts=5).state())
     for wrong in ({"target": 1.0}, {"floor": 0.0}, {"fade": 1.5}, {"contexts": 0}):
-        with pytest.raises(ConfigError, match="curriculum"):
+        with pytest.raises(ConfigError, match=f"CurriculumConfig: {next(iter(wrong))} is"):
             CurriculumConfig(**wrong)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from pirl.envs.config import AlohaConfig, TabletopConfig
+from pirl.envs.config import AlohaConfig, EnvConfig, TabletopConfig
 from pirl.envs.env import Outcome, RobotEnv
 from pirl.envs.make import make_env
 from pirl.envs.tabletop import SPEED, TabletopEnv
@@ -30,7 +30,7 @@ from pirl.robot.keys import INTERVENTION, POLICY
 from pirl.robot.recorder import Recorder
 from pirl.robot.takeover import Takeover
 
-_ENVS = {"tabletop": TabletopConfig(), "aloha": AlohaConfig()}
+_ENVS: dict[str, EnvConfig] = {"tabletop": TabletopConfig(), "aloha": AlohaConfig()}
 _CLOSE, _OPEN = 1.0, -1.0
 _ARRIVED = 0.03
 PATIENCE = 2

@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pirl.errors import ConfigError
+from pirl.ranges import Checked, Count, Decay, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineSchedule:
+class CosineSchedule(Checked):
     """Linear warm-up, then half a cosine down to a floor. The defaults are OpenPI's."""
 
-    warmup_steps: int = 1000
+    warmup_steps: Natural = 1000
     """Steps until the peak; step 0 has peak_lr / (warmup_steps + 1)."""
-    peak_lr: float = 2.5e-5
+    peak_lr: NotNegative = 2.5e-5
     """Largest learning rate."""
     decay_steps: int = 30_000
     """Step at which the floor is reached, warm-up included."""
-    decay_lr: float = 2.5e-6
+    decay_lr: NotNegative = 2.5e-6
     """The floor; it is kept from there on."""
 
     def __post_init__(self) -> None:
-        _not_negative("CosineSchedule", warmup_steps=self.warmup_steps, peak_lr=self.peak_lr, decay_lr=self.decay_lr)
+        super().__post_init__()
         if self.decay_steps <= self.warmup_steps:
             raise ConfigError(
                 f"CosineSchedule: decay_steps is {self.decay_steps}, warmup_steps is {self.warmup_steps}",
@@ -32,33 +33,25 @@ class CosineSchedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RsqrtSchedule:
+class RsqrtSchedule(Checked):
     """Linear warm-up, then peak_lr / sqrt(1 + t / timescale), which never ends. The defaults are OpenPI's."""
 
-    warmup_steps: int = 1000
+    warmup_steps: Natural = 1000
     """Steps until the peak; step 0 has peak_lr / (warmup_steps + 1)."""
-    peak_lr: float = 5e-5
+    peak_lr: NotNegative = 5e-5
     """Largest learning rate."""
-    timescale: int = 10_000
+    timescale: Count = 10_000
     """Steps after the warm-up until the rate has fallen to 71 % of the peak."""
-
-    def __post_init__(self) -> None:
-        _not_negative("RsqrtSchedule", warmup_steps=self.warmup_steps, peak_lr=self.peak_lr)
-        if not self.timescale > 0:
-            raise ConfigError(f"RsqrtSchedule: timescale is {self.timescale}", hint="a positive number of steps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConstantSchedule:
+class ConstantSchedule(Checked):
     """One learning rate, after an optional linear warm-up."""
 
-    lr: float = 3e-4
+    lr: NotNegative = 3e-4
     """The learning rate."""
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
     """Steps until it is reached; step 0 has lr / (warmup_steps + 1)."""
-
-    def __post_init__(self) -> None:
-        _not_negative("ConstantSchedule", lr=self.lr, warmup_steps=self.warmup_steps)
 
 
 Schedule = CosineSchedule | RsqrtSchedule | ConstantSchedule
@@ -66,40 +59,31 @@ Schedule = CosineSchedule | RsqrtSchedule | ConstantSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(Checked):
     """Adam with decoupled weight decay, after clipping. The defaults are OpenPI's."""
 
-    b1: float = 0.9
+    b1: Decay = 0.9
     """Decay of the first moment."""
-    b2: float = 0.95
+    b2: Decay = 0.95
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: NotNegative = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 1e-10
+    weight_decay: NotNegative = 1e-10
     """Pull of every weight towards zero, per unit of learning rate."""
-    clip_gradient_norm: float | None = 1.0
+    clip_gradient_norm: Positive | None = 1.0
     """Longer gradients (all leaves of the group together) are scaled to this norm; None leaves them alone."""
-
-    def __post_init__(self) -> None:
-        _decays("AdamW", b1=self.b1, b2=self.b2)
-        _not_negative("AdamW", eps=self.eps, weight_decay=self.weight_decay)
-        _clips("AdamW", self.clip_gradient_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGD(Checked):
     """Stochastic gradient descent with momentum. The defaults are OpenPI's."""
 
-    momentum: float = 0.9
+    momentum: Decay = 0.9
     """Decay of the running sum of gradients."""
     nesterov: bool = False
     """Look ahead along the momentum."""
-    clip_gradient_norm: float | None = None
+    clip_gradient_norm: Positive | None = None
     """Longer gradients are scaled to this norm; None leaves them alone."""
-
-    def __post_init__(self) -> None:
-        _decays("SGD", momentum=self.momentum)
-        _clips("SGD", self.clip_gradient_norm)
 
 
 Optimizer = AdamW | SGD
@@ -107,73 +91,42 @@ Optimizer = AdamW | SGD
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(Checked):
     """How the devices share the work. A batch is always split over all of them."""
 
-    fsdp: int = 1
+    fsdp: Count = 1
     """Devices that share one copy of the weights and of the optimizer state; devices / fsdp copies exist. 1 keeps a
     whole copy on every device, the number of devices needs the least memory. Best not above the devices of one node."""
 
-    def __post_init__(self) -> None:
-        if self.fsdp < 1:
-            raise ConfigError(f"mesh: fsdp is {self.fsdp}", hint="1 (no sharding) or a divisor of the device count")
-
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """Several processes that train one model.
-
-    Under SLURM and Open MPI, and with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment,
-    nothing need be set.
-    """
-
-    coordinator: str | None = None
-    """host:port of process 0, reachable from all."""
-    num_processes: int | None = None
-    """How many processes there are."""
-    process_id: int | None = None
-    """Which one this is, from 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeepBest:
+class KeepBest(Checked):
     """Which checkpoints are the best."""
 
     metric: str = "eval/success_rate"
     """Name of the metric given when saving; a checkpoint saved without it, or with NaN, is never the best."""
     mode: Literal["max", "min"] = "max"
     """Is more better, or less?"""
-    count: int = 1
+    count: Count = 1
     """How many of the best to keep. Of equals the later one is better."""
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ConfigError(f"keep_best: count is {self.count}", hint="at least 1, or no keep_best at all")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """Where checkpoints go, how often, and which ones stay."""
 
     base_dir: str = "./checkpoints"
     """A run is at <base_dir>/<recipe>/<exp_name>, its steps below that, as in OpenPI."""
-    save_interval: int = 1000
+    save_interval: Count = 1000
     """Steps between checkpoints."""
-    keep_last: int = 1
+    keep_last: Count = 1
     """The newest so many are kept."""
-    keep_period: int | None = 5000
+    keep_period: Count | None = 5000
     """Steps divisible by this are kept for good; None keeps none for that reason."""
     keep_best: KeepBest | None = None
     """Also keep the best ones by a metric."""
     async_save: bool = True
     """Write while training goes on; the step waits only until the arrays are copied to host memory."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("save_interval", self.save_interval), ("keep_last", self.keep_last)):
-            if value < 1:
-                raise ConfigError(f"checkpoint: {name} is {value}", hint="it is at least 1")
-        if self.keep_period is not None and self.keep_period < 1:
-            raise ConfigError(f"checkpoint: keep_period is {self.keep_period}", hint="at least 1, or none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,20 +164,3 @@ class ResumeMode:
                 "resume and overwrite are both set",
                 hint="--resume goes on with the run that is there, --overwrite deletes it: choose one",
             )
-
-
-def _not_negative(owner: str, **values: int | float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise ConfigError(f"{owner}: {name} is {value}", hint="it is not negative")
-
-
-def _decays(owner: str, **values: int | float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ConfigError(f"{owner}: {name} is {value}", hint="it is at least 0 and below 1")
-
-
-def _clips(owner: str, norm: float | None) -> None:
-    if norm is not None and not norm > 0:
-        raise ConfigError(f"{owner}: clip_gradient_norm is {norm}", hint="a positive norm, or none for no clipping")
