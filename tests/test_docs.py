@@ -80,6 +80,7 @@ class _Found:
 def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command line is understood as it stands: verbs, flags, recipes and the settings' values."""
     import pirl.cli.eval
+    import pirl.cli.eval_data
     import pirl.cli.record
     import pirl.cli.tune
     import pirl.planning.plan
@@ -90,6 +91,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     checkpoint = _Found(config=recipes.get_config("acrlpd_tabletop"))
     monkeypatch.setattr(pirl.training.acting, "find_checkpoint", lambda *_, **__: checkpoint)
     monkeypatch.setattr(pirl.cli.eval, "_asked", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
+    monkeypatch.setattr(pirl.cli.eval_data, "_asked", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.cli.record, "_record", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.cli.tune, "_search", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.training.loop, "train", lambda config, **_: trained.append(config) or 0)

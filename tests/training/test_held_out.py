@@ -87,8 +87,7 @@ def test_each_number_is_what_it_says(critic: tuple[HeldOut, TrainState], measure
     size, table = held_out._loader.batch_size, held_out._resident.table
     rows = (table.starts[held_out._episode] + measured.step)[:size]
     batch: Any = held_out._loader.batch_at(held_out._resident, rows)
-    count = -(-len(measured.step) // size) * size
-    keys = jax.random.split(held_out._key, count)[:size]
+    keys = jnp.stack([jax.random.fold_in(held_out._key, row) for row in range(size)])
     here, there = (Observation.from_dict(batch[name]) for name in ("observations", "next_observations"))
 
     acting = jax.vmap(lambda key: jax.random.fold_in(key, 0))(keys)
@@ -143,7 +142,7 @@ def test_the_flow_loss_is_that_of_fixed_draws(critic: tuple[HeldOut, TrainState]
     agent: Any = held_out._agent
     size, table = held_out._loader.batch_size, held_out._resident.table
     batch: Any = held_out._loader.batch_at(held_out._resident, (table.starts[held_out._episode] + measured.step)[:size])
-    keys = jax.random.split(held_out._key, -(-len(measured.step) // size) * size)
+    keys = [jax.random.fold_in(held_out._key, row) for row in range(3)]
     here = Observation.from_dict(batch["observations"])
     for i in range(3):
         noise_key, time_key = jax.random.split(jax.random.fold_in(keys[i], 1))

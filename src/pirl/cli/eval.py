@@ -19,15 +19,22 @@ CHECKPOINT is a step folder or a run folder (its latest step, or the best with -
 environment; override any setting with a dotted flag, as in `pirl train`: --env.max-steps 20, --rollout.flow-steps 5,
 --agent.guidance 2. Weights trained by OpenPI need --recipe.
 
-Choose settings and checkpoints on the validation split; report results on the test split (the default)."""
+Choose settings and checkpoints on the validation split; report results on the test split (the default).
+
+With --data nothing is simulated: flow loss, action error and the critic's ranking and calibration, on the episodes that
+data.held_out kept apart; of other datasets on all. Writes held_out.json. Flags about environments do not apply."""
 EXAMPLES = """\
 examples:
   pirl eval checkpoints/bc_tabletop/first
   pirl eval checkpoints/acrlpd_tabletop/first --best --episodes 200 --video 4
   pirl eval checkpoints/acrlpd_tabletop/first/1600 --best-of 8 --split validation
   pirl eval checkpoints/acrlpd_tabletop/first --compare checkpoints/bc_tabletop/first --episodes 200
+  pirl eval checkpoints/acrlpd_aloha_fold/box1 --data
+  pirl eval checkpoints/acrlpd_aloha_fold/box1 --data recordings/tuesday --compare checkpoints/bc_aloha_fold/warm
   pirl eval gs://openpi-assets/checkpoints/pi05_libero --recipe acrlpd_libero --env.type Libero --num-envs 8"""
-USAGE = "%(prog)s CHECKPOINT [--episodes N] [--video [N]] [--compare OTHER] [--SETTING VALUE ...]"
+USAGE = (
+    "%(prog)s CHECKPOINT [--episodes N | --data [DATASET ...]] [--video [N]] [--compare OTHER] [--SETTING VALUE ...]"
+)
 
 FILE, STRIP, FOLDER = "eval.json", "filmstrip.png", "evaluations"
 
@@ -52,6 +59,8 @@ def add_arguments(parser: Parser) -> None:
     add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
     add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and failures (3)")
     add("--compare", metavar="OTHER", help="also evaluate this checkpoint on the same states and test the difference")
+    text = "measure on held-out episodes instead, without an environment; of the run's own datasets if none is named"
+    add("--data", nargs="*", metavar="DATASET", help=text)
     add("--recipe", metavar="NAME", help="recipe or YAML file with the checkpoint's model, robot and environment")
     add("--out", type=Path, metavar="DIR", help=f"output folder (default {FOLDER}/... in the run)")
     add("--overwrite", action="store_true", help="replace existing results")
@@ -62,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, print, write."""
     if args.seed < 0:
         args.usage_error("--seed is 0 or more")
+    if args.data is not None:
+        from pirl.cli import eval_data
+
+        return eval_data.run(args)
 
     from pirl.recipes import load
     from pirl.rollout.films import Highlights

@@ -125,20 +125,30 @@ def find_checkpoint(
 
 def load_acting(found: Found) -> Acting:
     """Weights and statistics, on all devices of this process."""
-    config, folder = found.config, found.folder
-    agent, transform = build_agent(config), _transform(folder, config)
+    config = found.config
+    agent, transform = build_agent(config), checkpoint_transform(found.folder, config)
     policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
-    # Another number of devices than in training is no reason not to act.
-    mesh = make_mesh(math.gcd(config.mesh.fsdp, jax.device_count()))
-    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, jax.random.key(0)))
-    params = {"policy": load(folder, shapes.policy), **_other_weights(folder, shapes, _needed(agent, config))}
-    for group, weights in params.items():
-        check_finite(weights, source=f"{folder}, {group}")
+    mesh = acting_mesh(config)
+    params = load_groups(found, agent, mesh, needed_groups(agent, config))
     model = getattr(agent, "policy", None)
     if mesh.size == 1 and isinstance(model, Preparing):
         # These never change, so what each plan would do to them is done once.
         params["policy"] = jax.jit(model.for_inference)(params["policy"])
     return Acting(found=found, state=TrainState(step=jnp.zeros((), jnp.int32), params=params), policy=policy)
+
+
+def acting_mesh(config: RLTrainConfig) -> jax.sharding.Mesh:
+    """All devices of this process. Another number of them than in training is no reason not to act."""
+    return make_mesh(math.gcd(config.mesh.fsdp, jax.device_count()))
+
+
+def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: set[str]) -> dict[str, Params]:
+    """The policy's weights and those of other groups, averaged where there is an average."""
+    folder, shapes = found.folder, sharded_shapes(mesh, jax.eval_shape(agent.init, jax.random.key(0)))
+    params = {"policy": load(folder, shapes.policy), **_other_weights(folder, shapes, groups)}
+    for group, weights in params.items():
+        check_finite(weights, source=f"{folder}, {group}")
+    return params
 
 
 def _spelled(location: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -190,7 +200,7 @@ def _best_step(run: Path, steps: list[int], config: RLTrainConfig | None) -> int
     return max(scores, key=lambda step: (sign * scores[step], step))
 
 
-def _transform(folder: Path, config: RLTrainConfig) -> Transform:
+def checkpoint_transform(folder: Path, config: RLTrainConfig) -> Transform:
     """The training's transform, with the statistics in the checkpoint."""
     assets = (folder if folder.is_dir() else folder.parent) / ASSETS_ITEM
     names = [file.parent.relative_to(assets).as_posix() for file in sorted(assets.rglob(NORM_STATS_FILE))]
@@ -204,7 +214,7 @@ def _transform(folder: Path, config: RLTrainConfig) -> Transform:
     return build_transform(replace(config, data=replace(config.data, assets_dir=str(assets), asset_id=chosen)))
 
 
-def _needed(agent: Agent, config: RLTrainConfig) -> set[str]:
+def needed_groups(agent: Agent, config: RLTrainConfig) -> set[str]:
     """The groups beside the policy whose weights take part in acting."""
     if isinstance(agent, ACRLPD):
         return {"critic"} if config.rollout.best_of > 1 or agent.config.actor == "best_of_n" else set()

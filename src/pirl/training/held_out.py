@@ -115,7 +115,7 @@ class HeldOut:
         rows = table.starts[self._episode] + self._step
         count = len(rows)
         padded = np.concatenate([rows, np.full(-count % size, rows[-1])])
-        keys = jax.random.split(self._key, len(padded))
+        keys = jax.vmap(lambda row: jax.random.fold_in(self._key, row))(jnp.arange(len(padded)))
         state, parts = replace(state, opt={}), []
         for first in range(0, len(padded), size):
             chosen = slice(first, first + size)
@@ -165,12 +165,13 @@ class HeldOut:
         chunk = self._agent.act(state, here, act).astype(jnp.float32)
         found = {"chunk": chunk, "actions": actions, "valid": valid}
         policy, dims = getattr(self._agent, "policy", None), self._transform.robot.action_dim
+        with_values = "critic" in state.params  # a checkpoint may hold the policy alone
         if policy is None:
             return found
         context = policy.encode(state.policy, here)
         error = flow.squared_error(policy, state.policy, context, actions, jax.vmap(_draw)(flowing, actions))
         found["flow_loss"] = flow.chunk_loss(error, valid=valid, dims=dims)
-        if self._values is None:
+        if self._values is None or not with_values:
             return found
 
         def candidates(context: Any) -> Array:
