@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 
 from acting_runs import save_run, walking
-from pirl.agents.config import BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.cli import app
-from pirl.cli.serve import KEY_VARIABLE
+from pirl.cli.serve import KEY_VARIABLE, _changed
 from pirl.data.writer import LeRobotWriter
+from pirl.errors import PirlWarning
 from serving_runs import SEEN, Client
 from small_runs import compiled_once
 
@@ -136,9 +138,18 @@ def test_mistakes_are_told_in_a_sentence(
     assert "Traceback" not in shown
 
 
-def test_guidance_is_a_flag_where_the_policy_has_a_condition(tmp_path: Path) -> None:
-    from pirl.cli.serve import _changed
+def test_a_policy_that_needs_its_critic_says_so(tmp_path: Path) -> None:
+    config = walking(tmp_path, ACRLPDConfig(actor="best_of_n"))
+    args = argparse.Namespace(guidance=None, best_of=None, flow_steps=None, settings=[])
+    with pytest.warns(PirlWarning, match="--best-of"):
+        assert _changed(config, args).rollout.best_of == 1
+    args.best_of = 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _changed(config, args).rollout.best_of == 4
 
+
+def test_guidance_is_a_flag_where_the_policy_has_a_condition(tmp_path: Path) -> None:
     config = walking(tmp_path, RIPTConfig(loss="cfg", guidance=1.5))
     changed = _changed(config, argparse.Namespace(guidance=3.0, best_of=None, flow_steps=4, settings=[]))
     assert changed.agent == replace(config.agent, guidance=3.0)

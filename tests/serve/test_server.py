@@ -1,8 +1,10 @@
 """The protocol as OpenPI's clients see it: metadata, replies, errors, HTTP, several robots, another checkpoint."""
 
+import gc
 import http.client
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +220,37 @@ def test_another_checkpoint_is_taken_up_between_episodes(run_folder: Path, plann
         until(lambda: server.metrics.counted("reloads", "failed") == 1)
         assert "the disk is full" in request(server.port, "/reload", **key)[1]
         assert ask("three") == "walk_q/served/9"
+
+
+def test_weights_that_nobody_uses_any_more_are_freed(run_folder: Path) -> None:
+    small = {"max_batch": 1, "real_time": False}
+    loaded: list[weakref.ref[Planner]] = []
+
+    def fresh(replaced: Planner | None) -> Planner:
+        found = load(run_folder, settings=small)(replaced)
+        loaded.append(weakref.ref(found))
+        return found
+
+    with running(fresh, **small) as server, Client(server.port) as client:
+        client.ask(SEEN | {"pirl/episode": 1})
+        server._loop.call_soon_threadsafe(server.reload)
+        until(lambda: server.metrics.counted("reloads", "done") == 1)
+        gc.collect()
+        assert loaded[0]() is not None  # the episode goes on with it
+        client.ask(SEEN | {"pirl/episode": 2})
+        until(lambda: (gc.collect(), loaded[0]() is None)[1])
+        assert loaded[1]() is not None
+
+
+def test_a_strangers_text_does_not_reach_the_log_as_it_is(
+    server: PolicyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(server.port) as client, pytest.raises(RuntimeError) as told:
+        client.ask({"\x1b[31mFAKE\nserver stopped": 1} | {f"key {i}": 1 for i in range(500)})
+    assert len(str(told.value)) <= 1000
+    (record,) = (record.getMessage() for record in caplog.records if "request refused" in record.getMessage())
+    assert "\x1b" not in record
+    assert "\n" not in record
 
 
 def test_a_pause_begins_an_episode_for_clients_that_name_none(run_folder: Path, planner: Planner) -> None:

@@ -129,12 +129,19 @@ def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
 
 def _changed(config: Any, args: argparse.Namespace) -> Any:
     """The checkpoint's configuration with the flags of this command line; by default a plain sample, as `pirl eval`."""
-    from pirl.agents.config import RIPTConfig
-    from pirl.errors import ConfigError
+    import warnings
+
+    from pirl.agents.config import ACRLPDConfig, RIPTConfig
+    from pirl.errors import ConfigError, PirlWarning
 
     rollout = {"best_of": 1 if config.evaluation is None else config.evaluation.best_of}
     rollout |= {name: value for name in ("best_of", "flow_steps") if (value := getattr(args, name)) is not None}
     config = replace(config, rollout=replace(config.rollout, **rollout))
+    if isinstance(config.agent, ACRLPDConfig) and config.agent.actor == "best_of_n" and rollout["best_of"] == 1:
+        message = (
+            "this run's improvement is in its critic (agent.actor best_of_n); plain samples act like BC: --best-of N"
+        )
+        warnings.warn(message, PirlWarning, stacklevel=2)
     if args.guidance is not None:
         if not isinstance(config.agent, RIPTConfig) or config.agent.loss != "cfg":
             raise ConfigError("--guidance for a policy without a condition", hint="only RIPT with loss cfg trains one")
@@ -164,14 +171,12 @@ def _serve(args: argparse.Namespace, planners: Any, settings: Any) -> int:
         warnings.warn(message, PirlWarning, stacklevel=2)
     sizes = ", ".join(map(str, settings.batch_sizes))
     print(f"loading {args.checkpoint}; compiling batches of {sizes}", flush=True)
-    planner = planners(None)
-    net = None
+    server = PolicyServer(planners, settings)
     if args.safety is not None:
         from pirl.serve.safety import load_safety
 
-        sizes_of = {"action_dim": planner.robot.action_dim, "state_dim": planner.robot.state_dim}
-        net = load_safety(args.safety, **sizes_of)
-    server = PolicyServer(lambda replaced: planner if replaced is None else planners(replaced), settings, safety=net)
+        robot = server.robot
+        server.safety = load_safety(args.safety, action_dim=robot.action_dim, state_dim=robot.state_dim)
 
     def ready() -> None:
         loop = asyncio.get_running_loop()

@@ -24,6 +24,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 import pirl
+from pirl.data.robots import Robot
 from pirl.errors import ConfigError, PirlError, WireError
 from pirl.robot import wire
 from pirl.robot.keys import CANDIDATES, POLICY, SPREAD, VALUE
@@ -41,6 +42,8 @@ Load = Callable[[Planner | None], Planner]
 HALF_OPEN = 32
 """Sockets beyond `max_connections` that may be shaking hands."""
 INTERNAL_ERROR, GOING_AWAY = 1011, 1001
+LONGEST_ERROR = 1000
+"""Characters of what a client is told; some of it may be its own."""
 
 
 class PolicyServer:
@@ -56,8 +59,8 @@ class PolicyServer:
     ) -> None:
         """`on_exchange` is called after every reply, in a thread; the connection waits for it, the others do not."""
         self.config, self.metrics = config, Metrics()
-        self.port = config.port
-        self._load, self._safety, self._on_exchange = load, safety, on_exchange
+        self.port, self.safety = config.port, safety
+        self._load, self._on_exchange = load, on_exchange
         self._planner = load(None)
         self._numbers = count()
         self._sessions: dict[Session, ServerConnection] = {}
@@ -73,6 +76,11 @@ class PolicyServer:
         """Name of the policy that new episodes get."""
         return self._planner.name
 
+    @property
+    def robot(self) -> Robot:
+        """Whose observations are read."""
+        return self._planner.robot
+
     # Life
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
@@ -82,6 +90,7 @@ class PolicyServer:
         limits = {"max_batch": self.config.max_batch, "window": self.config.batch_window}
         self._batcher = Batcher(**limits, expected=lambda: len(self._sessions), metrics=self.metrics)  # type: ignore[arg-type]
         batching = asyncio.create_task(self._batcher.run())
+        batching.add_done_callback(lambda _: self._stop.set())  # nobody would be answered any more
         try:
             server = await self._listen()
             self.port = server.sockets[0].getsockname()[1]
@@ -277,8 +286,8 @@ class PolicyServer:
         row = await self._loop.run_in_executor(self._threads, prepare)
         self.metrics.took("prepare", perf_counter() - arrived)
         plan, seconds = await self._batcher.plan(session.planner, row)
-        if self._safety is not None:
-            plan = self._limited(self._safety, session, plan, row.state, request)
+        if self.safety is not None:
+            plan = self._limited(self.safety, session, plan, row.state, request)
         session.chunk = plan.chunk
         reply: dict[str, Any] = {
             "actions": plan.chunk,
@@ -316,11 +325,11 @@ class PolicyServer:
         kind = type(error).__name__
         self.metrics.count("errors", "kind", kind)
         if isinstance(error, PirlError):
-            log.warning("request refused: %s", error)
-            said = str(error)
+            said = str(error)[:LONGEST_ERROR]
+            log.warning("request refused: %s", _printable(said))
         else:
+            said = f"internal error: {kind}: {error}"[:LONGEST_ERROR]
             log.error("request failed", exc_info=error)
-            said = f"internal error: {kind}: {error}"
         with suppress(ConnectionClosed):
             await connection.send(said)
             await connection.close(INTERNAL_ERROR, "the reason is in the previous frame")
@@ -356,6 +365,11 @@ class PolicyServer:
             "pirl/execute": planner.config.execute,
             "pirl/real_time": self.config.real_time,
         }
+
+
+def _printable(text: str) -> str:
+    """One line for the log, in which a stranger's text cannot pass for a line of its own or steer a terminal."""
+    return "".join(sign if sign.isprintable() else " " if sign == "\n" else repr(sign)[1:-1] for sign in text)
 
 
 def _tls(config: ServeConfig) -> ssl.SSLContext | None:
