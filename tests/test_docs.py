@@ -205,7 +205,7 @@ def test_what_is_named_exists(page: Path) -> None:
             if not any((base / text).exists() for base in (ROOT, ROOT / "src", ROOT / "src/pirl")):
                 missing.append(text)
         elif re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", text) and text.partition(".")[0] in parts:
-            missing += [] if text in known or text.endswith((".py", ".yaml", ".safetensors")) else [text]
+            missing += [] if text in known or text.endswith((".json", ".py", ".yaml", ".safetensors")) else [text]
         for flag in re.findall(r"--([a-z0-9-]+(?:\.[a-z0-9-]+)+)", text):
             setting = flag.replace("-", "_").removesuffix(".type").replace(".no_", ".")
             missing += [] if setting in known else [text]
