@@ -39,6 +39,7 @@ TRAIN_STATE_ITEM = "train_state"
 ASSETS_ITEM = "assets"
 NORM_STATS_FILE = "norm_stats.json"
 CONFIG_FILE = "config.yaml"
+HANDOVER_FILE = "openpi_config.py"
 SAFETENSORS_FILE = "model.safetensors"
 CHECKSUMS_FILE = "checksums.sha256"
 

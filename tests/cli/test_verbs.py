@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -9,8 +11,12 @@ import numpy as np
 import pytest
 
 from golden_data import FAMILIES, HERE, STATIC
+from pirl import recipes
+from pirl.checkpoints.run_metadata import as_json
 from pirl.checkpoints.weights import load_openpi, load_pytorch
 from pirl.cli import app, export
+from pirl.config_io import to_dict
+from pirl.data.config import DataConfig
 from pirl.errors import PirlWarning
 from pirl.models import config
 from pirl.models.params import flatten, nest
@@ -247,6 +253,33 @@ def test_adapters_are_merged_for_pytorch(tmp_path: Path, capsys: pytest.CaptureF
         w, a, b = (np.asarray(before[f"{path}/{part}"], np.float64) for part in ("w", "lora_a", "lora_b"))
         np.testing.assert_allclose(np.asarray(merged[f"{path}/w"]), w + scale * a @ b, rtol=1e-5, atol=1e-6)
         assert np.abs(a @ b).max() > 1e-3
+
+
+@pytest.mark.skipif("pi0_lora_asym" not in FAMILIES, reason="this golden set has no adapters")
+def test_a_run_says_how_long_its_chunks_are_and_how_its_adapters_are_scaled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = FAMILIES["pi0_lora_asym"]
+    trained = replace(
+        recipes.get_config("bc_aloha_fold"),
+        model=replace(source.config, horizon=9),
+        data=DataConfig(robot="aloha", tokenizer="byte"),
+    )
+    step = Path(shutil.copytree(source.step_dir, tmp_path / "run" / "7"))
+    (step / "extra").mkdir()
+    (step / "extra" / "metadata.json").write_text(json.dumps({"config": as_json(to_dict(trained))}))
+    scales = [gemma.attn_lora.scaling for gemma in (source.config.vlm, source.config.expert) if gemma.attn_lora]
+    words = ["export", "pytorch", step, "--dtype", "float32", "--out"]
+    shown = pirl(capsys, *words, tmp_path / "own")
+    assert f"scaled in attention by {scales[0]:g} (VLM) and {scales[1]:g} (expert)" in shown
+    pirl(capsys, *words, tmp_path / "given", "--lora-scale", *scales, "--horizon", 9)
+    own, given = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("own", "given"))
+    assert own == given
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["action_horizon"] == 9
+    assert "--policy.config=bc_aloha_fold_run" in (tmp_path / "own" / "openpi_config.py").read_text()
+    pirl(capsys, "export", "openpi", step, "--out", tmp_path / "jax", "--name", "box")
+    assert "name='box'" in (tmp_path / "jax" / "openpi_config.py").read_text()
+    pirl(capsys, "export", "openpi", step, "--out", tmp_path / "jax", "--overwrite")
 
 
 def test_a_checkpoint_without_statistics_is_exported_with_a_warning(

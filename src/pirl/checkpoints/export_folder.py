@@ -90,6 +90,12 @@ def write_norm_stats(folder: Path, norm_stats: Mapping[str, NormStats]) -> None:
         file.write_text(norm_stats_text(source, name=asset_id))
 
 
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Further files of an export, by name."""
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 def norm_stats_text(source: NormStats, *, name: str) -> str:
     """The content of a norm_stats.json, checked: a policy with broken statistics moves a robot wrongly."""
     if isinstance(source, Mapping):

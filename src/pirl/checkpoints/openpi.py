@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from pirl import __version__
-from pirl.checkpoints.export_folder import NormStats, fresh_directory, write_norm_stats
+from pirl.checkpoints.export_folder import NormStats, fresh_directory, write_norm_stats, write_texts
 from pirl.errors import CheckpointError
 from pirl.models.params import flatten, nest
 from pirl.names import PARAMS_ITEM
@@ -22,6 +22,7 @@ def save_openpi(
     directory: str | os.PathLike[str],
     *,
     norm_stats: Mapping[str, NormStats],
+    texts: Mapping[str, str] | None = None,
     overwrite: bool = False,
     value_suffix: bool = True,
 ) -> Path:
@@ -29,7 +30,7 @@ def save_openpi(
 
     Sharded arrays are written by the processes that hold them, in their stored types. `value_suffix` names leaves as
     OpenPI's trainer does (`.../kernel/value`); without it they are named as in OpenPI's released weights. OpenPI reads
-    both. Nothing is visible at `directory` until it is complete.
+    both. `texts` are further files by name. Nothing is visible at `directory` until it is complete.
     """
     leaves = flatten(params)
     if not leaves:
@@ -49,6 +50,7 @@ def save_openpi(
             for marker in temporary.rglob("commit_success.txt"):
                 marker.unlink()
             write_norm_stats(temporary, norm_stats)
+            write_texts(temporary, texts or {})
     return Path(directory).expanduser().absolute()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pirl.errors import CheckpointError, listing
-from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, PARAMS_ITEM, SAFETENSORS_FILE, TRAIN_STATE_ITEM
+from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, HANDOVER_FILE, PARAMS_ITEM, SAFETENSORS_FILE, TRAIN_STATE_ITEM
 
 RUN_FILES = (
     *("metadata.json", ".lock", "config.yaml", "metrics.jsonl", "metrics.csv", "first_batch.png"),
@@ -17,7 +17,7 @@ STEP_NAMES = frozenset(
     (PARAMS_ITEM, TRAIN_STATE_ITEM, ASSETS_ITEM, "extra", "_CHECKPOINT_METADATA", "commit_success.txt")
 )
 EXPORT_NAMES = frozenset(
-    (PARAMS_ITEM, ASSETS_ITEM, "_CHECKPOINT_METADATA", SAFETENSORS_FILE, "config.json", CHECKSUMS_FILE)
+    (PARAMS_ITEM, ASSETS_ITEM, "_CHECKPOINT_METADATA", SAFETENSORS_FILE, "config.json", CHECKSUMS_FILE, HANDOVER_FILE)
 )
 
 _RUN = "|".join(map(re.escape, (*RUN_FILES, *RUN_FOLDERS)))

@@ -18,7 +18,7 @@ import numpy as np
 
 from pirl import __version__
 from pirl.checkpoints.compare import shapes_of
-from pirl.checkpoints.export_folder import NormStats, fresh_directory, write_norm_stats
+from pirl.checkpoints.export_folder import NormStats, fresh_directory, write_norm_stats, write_texts
 from pirl.checkpoints.torch_names import (
     EMBED_TOKENS,
     EXPERT_LM_HEAD,
@@ -47,13 +47,14 @@ def save_pytorch(
     action_expert_variant: str = "gemma_300m",
     dtype: Precision = "mixed",
     norm_stats: Mapping[str, NormStats] | None = None,
+    texts: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a folder OpenPI recognises as a PyTorch checkpoint; returns it.
 
     `mixed` stores each tensor in the type OpenPI's model keeps it in, so nothing is lost that the model would use;
     `bfloat16` rounds every tensor, as OpenPI's own converter does; `float32` can be read back bit by bit. Adapters must
-    be merged first (`merge_lora`): the torch port has none.
+    be merged first (`merge_lora`): the torch port has none. `texts` are further files by name.
     """
     shapes = shapes_of(params)
     tensors = torch_tensors(shapes)
@@ -78,6 +79,7 @@ def save_pytorch(
         write_safetensors(temporary / SAFETENSORS_FILE, layout, parts, metadata)
         (temporary / "config.json").write_text(json.dumps(config, indent=2))
         write_norm_stats(temporary, norm_stats or {})
+        write_texts(temporary, texts or {})
     return Path(directory).expanduser().absolute()
 
 
