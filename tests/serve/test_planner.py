@@ -1,16 +1,27 @@
 """Rows as OpenPI's data pipeline makes them, programs for every batch size, and weights that change."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from acting_runs import walking
+from golden_data import FAMILIES
+from pirl.agents.config import BCConfig
 from pirl.data.create import create_tokenizer
 from pirl.data.robots import ROBOTS
 from pirl.data.writer import LeRobotWriter
 from pirl.errors import ConfigError, DataError
+from pirl.models import flow
+from pirl.models.observation import Observation
+from pirl.models.pi0 import Pi0
 from pirl.serve.config import ServeConfig
+from pirl.serve.load import loader
 from pirl.serve.planner import LONGEST_PROMPT, Plan, Planner, example
 from pirl.serve.shadow import shadow
 from serving_runs import SEEN, load
@@ -114,3 +125,32 @@ def test_another_robots_dataset_is_refused(planner: Planner) -> None:
     golden = Path(__file__).parents[1] / "golden" / "lerobot" / "v30_video"
     with pytest.raises(DataError):
         shadow(planner, golden)
+
+
+def test_weights_of_openpi_are_served_with_a_recipe(tmp_path: Path) -> None:
+    """OpenPI's checkpoint and statistics, LIBERO's observation: the model's chunk, unnormalised by hand."""
+    family = FAMILIES["pi0_asym"]
+    base = walking(tmp_path, BCConfig(), env=None)
+    data = replace(base.data, robot="libero", cameras=None, tokenizer="byte", asset_id="fixture_robot")
+    recipe = replace(base, model=family.config, data=data, rollout=replace(base.rollout, flow_steps=4))
+    planner = loader(str(family.step_dir), ServeConfig(max_batch=1), recipe=recipe)(None)
+    assert planner.name == family.step_dir.name
+    rng = np.random.default_rng(0)
+    seen = {f"observation/{name}": rng.integers(0, 256, (48, 64, 3), np.uint8) for name in ("image", "wrist_image")}
+    row = planner.row(seen | {"observation/state": rng.normal(size=8), "prompt": "open the drawer"}, number=(3, 5))
+    (plan,) = planner.plan([row])
+    assert isinstance(plan, Plan)
+
+    model, key = Pi0(family.config), jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 3), 5)
+    observation = Observation.from_dict(jax.tree.map(lambda x: x[None], dict(row.inputs)))
+    noise = jax.random.normal(key, (1, 1, family.config.horizon, family.config.action_dim))
+
+    @jax.jit
+    def sampled(params: Any) -> jax.Array:
+        context = model.encode(params, observation)
+        return flow.euler(lambda x, t: model.velocity(params, context, x, t), noise, 4)[0, 0, :, :7]
+
+    chunk = sampled(jax.tree.map(jnp.asarray, family.params))
+    stats = json.loads((family.step_dir / "assets/fixture_robot/norm_stats.json").read_text())["norm_stats"]["actions"]
+    expected = np.asarray(chunk) * (np.array(stats["std"]) + 1e-6) + np.array(stats["mean"])
+    np.testing.assert_allclose(plan.chunk, expected, rtol=0, atol=1e-4)

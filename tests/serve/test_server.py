@@ -5,6 +5,7 @@ import http.client
 import threading
 import time
 import weakref
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from pirl.errors import CheckpointError, ConfigError
-from pirl.serve.planner import Planner
+from pirl.robot.broker import ChunkBroker
+from pirl.robot.client import PolicyClient
+from pirl.serve.planner import Planner, Row
 from pirl.serve.safety import SafetyConfig, SafetyNet
 from pirl.serve.server import PolicyServer
 from pirl.serve.session import Exchange
@@ -274,6 +277,32 @@ def test_a_chunk_continues_the_one_before(planner: Planner, server: PolicyServer
     np.testing.assert_allclose(again, first, rtol=0, atol=1e-5)
     gap, was = np.abs(following[:2] - again[1:]).mean(), np.abs(plain[:2] - again[1:]).mean()
     assert gap < 0.2 * was
+
+
+def test_pirls_own_client_asks_early_and_its_chunks_are_continued(planner: Planner) -> None:
+    rows: list[Row] = []
+
+    class Watched(Planner):
+        def row(self, *args: Any, **more: Any) -> Row:
+            rows.append(super().row(*args, **more))
+            return rows[-1]
+
+    watched = object.__new__(Watched)
+    watched.__dict__ |= planner.__dict__
+    with running(watched) as server, PolicyClient("127.0.0.1", server.port, session="me") as client:
+        broker = ChunkBroker(client, 2, prefetch=True)
+        actions = [broker.infer(SEEN)["actions"] for _ in range(12)]
+        broker.replan()  # waits for what was asked for
+        asked = len(rows)
+        broker.reset()
+        broker.infer(SEEN)
+    assert np.shape(actions) == (12, 2)
+    assert asked > 2
+    assert rows[0].before is None
+    assert all(row.before is not None and row.overlap > 0 for row in rows[1:asked])
+    assert rows[asked].before is None  # another episode continues nothing
+    assert rows[0].number[0] == zlib.crc32(b"me-0")
+    assert server.metrics.counted("errors") == 0
 
 
 def test_relative_actions_are_compared_from_where_the_robot_is_now(planner: Planner) -> None:

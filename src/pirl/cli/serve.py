@@ -58,6 +58,8 @@ def add_arguments(parser: Parser) -> None:
     add("--max-message", type=positive, default=16, metavar="MIB", help="largest request, in MiB (default 16)")
     add("--max-rate", type=float, default=100.0, metavar="N", help="requests per second and connection (default 100)")
     add("--max-connections", type=positive, default=64, metavar="N", help="connections at a time (default 64)")
+    add("--episode-gap", type=float, default=10.0, metavar="S", help="silence that ends an episode, in s (default 10)")
+    add("--drain", type=float, default=10.0, metavar="S", help="time to answer requests at the end, in s (default 10)")
     add("--safety", type=Path, metavar="FILE", help="YAML file with limits on the actions that are sent")
     add("--latency", action="store_true", help="print the latency of every stage at the end")
     add("--shadow", metavar="DATASET", help="serve nothing: compare with this recorded dataset")
@@ -112,6 +114,8 @@ def _settings(args: argparse.Namespace) -> Any:
         max_message=args.max_message * 2**20,
         max_rate=args.max_rate,
         max_connections=args.max_connections,
+        episode_gap=args.episode_gap,
+        drain=args.drain,
     )
 
 
