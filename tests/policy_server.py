@@ -61,6 +61,8 @@ def policy_server(
             connection.send(wire.pack(reply))
 
     def check(connection: Any, request: Any) -> Any:
+        if request.path == "/healthz":
+            return connection.respond(200, "OK\n")
         wrong = key is not None and request.headers.get("Authorization") != f"Api-Key {key}"
         return connection.respond(401, "no\n") if wrong else None
 

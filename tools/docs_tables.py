@@ -18,6 +18,7 @@ LEFT_OUT = {
     r"python benchmarks/": "a benchmark",
     r"^pirl serve (?!.*--shadow)": "serves until it is stopped",
     r"pirl serve .*box1 --shadow|/reload$|^openssl ": "belongs to a server that is not running",
+    r"^pirl improve (?!.*--show)|pirl\.robot\.simulated|recordings/first$": "needs a policy server, and minutes",
     r"^pirl demo(?! --quick)": "ten minutes; --quick is run",
     r"^(pip|apt-get|docker|kubectl) |download_assets": "installs or downloads",
     r"^rsync |^uv run scripts/serve_policy": "needs a robot, and OpenPI",

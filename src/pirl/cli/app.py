@@ -32,6 +32,7 @@ VERBS = {
     "serve": "serve a checkpoint to robots over OpenPI's protocol",
     "report": "write one HTML page about one or several runs",
     "record": "record a dataset with a scripted expert or a checkpoint",
+    "improve": "improve a robot's policy in generations: collect, train, compare blindly, promote",
     "plan": "check whether a run fits into device memory",
     "recipes": "list, show or copy the configurations that come with pirl",
     "doctor": "check this machine: jax and its devices, memory, disk, video, simulators",

@@ -8,6 +8,7 @@ person with a leader arm would, and the recording marks its steps. `--outcomes r
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the episodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", required=True, help="address of the policy server, ws://HOST:PORT")
-    parser.add_argument("--api-key", help="its key")
+    parser.add_argument("--api-key", default=os.environ.get("PIRL_API_KEY"), help="its key (default: PIRL_API_KEY)")
     parser.add_argument("--env", choices=_ENVS, default="tabletop", help="what is simulated")
     parser.add_argument("--episodes", type=int, default=1, help="how many to run")
     parser.add_argument("--inits", help="initial states, as numbers with commas (default 0, 1, ...)")

@@ -1,0 +1,54 @@
+"""`pirl improve`: the loop from the robot to a better policy and back."""
+
+import argparse
+from pathlib import Path
+
+NAME = "improve"
+HELP = """\
+Improves the policy of a robot in generations. Each one collects episodes with the current policy, waits for labels
+where outcomes are missing (`pirl label`), trains a candidate from the last checkpoint on demonstrations and all
+episodes, checks it in a simulator where there is one, and compares candidate and current policy blindly on the robot. A
+candidate that is better becomes the robot's policy.
+
+The loop can be stopped and killed at any time: the same command goes on. FOLDER/loop.html shows where it is; all
+generations stay in FOLDER/generations and FOLDER/runs (`pirl report FOLDER/runs/*/*`).
+
+LOOP.yaml holds the settings; --show prints all of them with their meaning."""
+EXAMPLES = """\
+examples:
+  pirl improve loop.yaml
+  pirl improve loop.yaml --show              its settings, explained
+  pirl improve loop.yaml --generations 3     one more than it had"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pirl improve`."""
+    from pirl.cli.app import positive
+
+    parser.add_argument("loop", type=Path, metavar="LOOP.yaml", help="settings of the loop")
+    parser.add_argument("--generations", type=positive, metavar="N", help="run until this generation is finished")
+    parser.add_argument("--show", action="store_true", help="print the settings and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run or show the loop."""
+    from dataclasses import replace
+
+    from pirl.config_io import from_dict, parse_yaml, to_yaml
+    from pirl.errors import ConfigError
+    from pirl.improve.config import LoopConfig
+
+    try:
+        text = args.loop.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{args.loop} cannot be read ({error})", hint="name the loop's YAML file") from error
+    config = from_dict(LoopConfig, parse_yaml(text))
+    if args.generations:
+        config = replace(config, generations=args.generations)
+    if args.show:
+        print(to_yaml(config, comments=True), end="")
+        return 0
+    from pirl.improve.loop import improve
+
+    improve(config, lambda text: print(text, flush=True))
+    return 0
