@@ -62,6 +62,8 @@ class Chart:
     """What it means, or what to look for."""
     unit: str = ""
     x_unit: str = ""
+    x_word: str = "step"
+    """What the axis counts."""
     large: bool = False
     """Over the whole width."""
     legend: bool = True
@@ -85,7 +87,7 @@ def render(chart: Chart) -> Markup:
             element("div", _svg(lines, chart.x_axis, y_axis), class_="canvas"),
             element(
                 "div",
-                _labels(chart.x_axis, "left", chart.x_unit, "" if chart.x_unit else "step "),
+                _labels(chart.x_axis, "left", chart.x_unit, "" if chart.x_unit else f"{chart.x_word} "),
                 class_="xlabels",
                 aria_hidden="true",
             ),
@@ -221,7 +223,7 @@ def _summary(chart: Chart) -> str:
     """The chart in words."""
 
     def point(line: Line, i: int) -> str:
-        return f"{number(float(line.y[i]))}{chart.unit} at step {number(float(line.steps[i]))}"
+        return f"{number(float(line.y[i]))}{chart.unit} at {chart.x_word} {number(float(line.steps[i]))}"
 
     told = []
     for line in chart.lines:
@@ -239,9 +241,9 @@ def _tips(lines: Sequence[Line], chart: Chart) -> str:
     for line in lines:
         kept = thin_out(line.y)
         places = [round(float(x), 4) for x in chart.x_axis.place(line.x[kept])]
-        steps, values = line.steps[kept].astype(int).tolist(), [_digits(y) for y in line.y[kept]]
+        steps, values = ([_digits(x) for x in numbers[kept]] for numbers in (line.steps, line.y))
         told.append([line.name, line.colour % COLOURS, line.run, places, steps, values])
-    return json.dumps({"unit": chart.unit, "lines": told}, separators=(",", ":"))
+    return json.dumps({"unit": chart.unit, "word": chart.x_word, "lines": told}, separators=(",", ":"))
 
 
 def _digits(value: float) -> float | int | None:

@@ -11,6 +11,7 @@ from pirl.files import write_text
 from pirl.report import films, tables
 from pirl.report.curves import COLOURS
 from pirl.report.evaluations import Evaluation
+from pirl.report.held_out import held_out_charts
 from pirl.report.markup import Child, Markup, element
 from pirl.report.naming import Names
 from pirl.report.panels import sections
@@ -84,6 +85,7 @@ def _parts(
     yield "success", "Success", list(success_chart(runs, names.runs, over))
     yield "evaluations", "Evaluations", list(tables.evaluation_tables(_evaluations(runs), names))
     yield "films", "Films", list(_films(runs, names, notes))
+    yield "held-out", "Held-out episodes", list(held_out_charts(runs, names.runs, notes))
     for section in sections(name for run in runs for name in run.series):
         charts = (metric_chart(panel, runs, names.runs, over) for panel in section.panels)
         content = [element("p", section.about) if section.about else None, element("div", charts, class_="charts")]

@@ -76,6 +76,40 @@ SECTIONS = (
         ),
     ),
     Section(
+        id="held-out-curves",
+        title="On held-out episodes",
+        about="Episodes that training never draws, always the same rows. What the critic has learned, not memorised.",
+        panels=(
+            Panel(
+                metrics=("held_out/auc", "held_out/auc_by_chance"),
+                title="held_out/auc",
+                hint="successes worth more than failures at the same phase, and what chance stays below",
+                share=True,
+            ),
+            Panel(
+                metrics=("held_out/rank_correlation", "held_out/rank_correlation_by_chance"),
+                title="held_out/rank_correlation",
+                hint="of value and return, and what chance stays below",
+            ),
+            Panel(metrics=("held_out/flow_loss", "held_out/flow_loss_failures"), title="held_out/flow_loss"),
+            Panel(metrics=("held_out/action_error", "held_out/action_error_failures"), title="held_out/action_error"),
+            Panel(metrics=("held_out/calibration_gap",), hint="distance of value and return"),
+            Panel(metrics=("held_out/value_bias",), hint="above 0: the critic is too optimistic"),
+            Panel(metrics=("held_out/td_error",), hint="rising: the critic diverges off its data"),
+            Panel(
+                metrics=("held_out/candidate_gain", "held_out/q_spread"),
+                title="Gain of the best candidate, and spread of the ensemble",
+                hint="a spread above the gain: choosing is guessing",
+            ),
+            Panel(metrics=("held_out/best_of_n_closer",), hint="above 0: the critic prefers what worked"),
+            Panel(
+                metrics=("held_out/data_advantage_successes", "held_out/data_advantage_failures"),
+                title="Recorded chunks against the policy's",
+                hint="successes above failures",
+            ),
+        ),
+    ),
+    Section(
         id="actor",
         title="Health of the actor",
         about="How selectively it learns, and how far it moves.",
@@ -152,7 +186,8 @@ SECTIONS = (
 
 _PANELS = (*EVALUATED, *(panel for section in SECTIONS for panel in section.panels))
 _KNOWN = {name for panel in _PANELS for name in panel.metrics}
-_KNOWN |= {*SUCCESS_RATES, "eval/success_low", "eval/success_high"}
+_KNOWN |= {*SUCCESS_RATES, "eval/success_low", "eval/success_high", "held_out/q_mean"}
+_KNOWN |= {f"held_out/auc_phase_{number}" for number in range(1, 6)}  # drawn by phase, of the latest
 
 
 def sections(metrics: Iterable[str]) -> Iterator[Section]:

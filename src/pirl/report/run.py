@@ -17,6 +17,7 @@ from pirl.errors import CheckpointError, ConfigError
 from pirl.report.evaluations import FILE, FOLDER, Evaluation, Rate, find_evaluations, read_evaluation
 
 METRICS, CONFIG, METADATA, FIRST_BATCH = "metrics.jsonl", "config.yaml", "metadata.json", "first_batch.png"
+HELD_OUT = "held_out.json"
 SUCCESS, SUCCESS_LOW, SUCCESS_HIGH = "eval/success_rate", "eval/success_low", "eval/success_high"
 
 
@@ -45,6 +46,8 @@ class Run:
     """When records were written, in seconds since 1970."""
     evaluations: tuple[Evaluation, ...]
     first_batch: Path | None
+    held_out: Mapping[str, Any]
+    """The latest measurement on held-out episodes; empty where there is none."""
     notes: tuple[str, ...]
     """What could not be read, or looks odd."""
 
@@ -143,6 +146,7 @@ def read_run(path: Path) -> Run:
         times=times,
         evaluations=_read_evaluations(folder, notes),
         first_batch=picture if picture.is_file() else None,
+        held_out=_read_json(folder / HELD_OUT, folder, notes),
         notes=tuple(notes),
     )
 

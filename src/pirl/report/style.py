@@ -177,7 +177,7 @@ for (const chart of document.querySelectorAll(".chart")) {
       if (Math.abs(line[3][i] - x) > 0.03) continue;
       if (line[4][i] !== step) {
         step = line[4][i];
-        tip.appendChild(document.createElement("b")).textContent = "step " + step.toLocaleString("en");
+        tip.appendChild(document.createElement("b")).textContent = data.word + " " + step.toLocaleString("en");
       }
       const entry = tip.appendChild(document.createElement("span"));
       entry.className = "c" + line[1];
