@@ -1,6 +1,7 @@
 # make test     everything CI runs: lint, types, import contracts, tests (installs into .venv first)
 # make lint     ruff, mypy and import-linter only
 # make test-sims  tests of the MuJoCo simulators (installs them; they need a GL library of the system)
+# make campaign  attacks: mutants of datasets and files, kills at random moments (minutes; seeded)
 # make coverage  the tests again, and how many lines of each file they run
 # make bench    speed, on this machine
 # make demo     the whole way once: record, imitate, improve, evaluate, report (two cores, ten minutes)
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 SOURCES := src tests benchmarks examples tools docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sims lint format coverage bench demo docs docs-serve docs-check clean
+.PHONY: help install test test-sims campaign lint format coverage bench demo docs docs-serve docs-check clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -41,6 +42,9 @@ WORKERS ?= 2
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	@echo "make test: lint, types, import contracts and tests all passed"
+
+campaign: $(STAMP)
+	CAMPAIGN=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations=0 tests/campaign
 
 coverage: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=pirl --cov-report=
