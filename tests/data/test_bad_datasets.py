@@ -19,7 +19,7 @@ from pirl.data import lerobot, video
 from pirl.data.cache import CacheConfig
 from pirl.data.dataset import LeRobotSource
 from pirl.data.outcomes import OutcomeRule
-from pirl.errors import DataError
+from pirl.errors import DataError, PirlWarning
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -591,3 +591,14 @@ def test_a_dataset_found_nowhere(own_home: Path, monkeypatch: pytest.MonkeyPatch
     for path in (own_home, own_home / "nothing", "./a/b", "a"):
         with pytest.raises(DataError, match="looked at"):
             lerobot.resolve(path)
+
+
+def test_an_outcome_that_is_not_declared(dataset_copy: Copy) -> None:
+    """Without next.success the same rows would say that other episodes succeeded."""
+    root = dataset_copy("v30_video")
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    del info["features"]["next.success"]
+    path.write_text(json.dumps(info))
+    with pytest.warns(PirlWarning, match=r"does not declare the column 'next\.success'"):
+        read(root)

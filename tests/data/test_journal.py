@@ -13,7 +13,7 @@ import pytest
 
 from pirl.data import journal
 from pirl.data.dataset import LeRobotSource
-from pirl.data.inspection import inspect
+from pirl.data.inspection import inspect_dataset
 from pirl.data.journal import STAGE, lock_dataset, release_dataset
 from pirl.data.rows import read_dataset
 from pirl.data.writer import LeRobotWriter
@@ -58,7 +58,7 @@ def check(root: Path, episodes: int) -> None:
         np.testing.assert_array_equal(source.episode(index).actions, wanted["action"])
         assert source.episode(index).task == f"task {index % 2}"
         np.testing.assert_array_equal(source.frames(index)["base_0_rgb"], wanted["observation.images.a"])
-    assert len(inspect(root).lengths) == episodes
+    assert len(inspect_dataset(root).lengths) == episodes
 
 
 class KilledError(BaseException):
@@ -241,3 +241,20 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, where: str, mon
         check(root, kept + 1)
         assert (tmp_path / "deep").exists() == (kept == 0)
     shutil.rmtree(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_a_flipped_bit_in_rows_that_pirl_wrote_is_found(tmp_path: Path, version: str) -> None:
+    add(tmp_path, 0, 1, version=version)
+    found = 0
+    for path in sorted((tmp_path / "data").rglob("*.parquet")):
+        content = path.read_bytes()
+        for place in range(4, len(content) - 1500, 397):  # the pages; behind them is the description of the file
+            path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+            try:
+                check(tmp_path, 2)
+            except DataError:
+                found += 1
+        path.write_bytes(content)
+    assert found > 5
+    check(tmp_path, 2)

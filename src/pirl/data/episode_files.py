@@ -25,7 +25,7 @@ from pirl.data.columns import V21, V30
 from pirl.data.encode import append_video, can_append, video_info
 from pirl.data.episode_stats import Stats, merge_stats
 from pirl.data.journal import recover, staging
-from pirl.data.reading import DAMAGE, read_json, read_table
+from pirl.data.reading import DAMAGE, open_parquet, read_json, read_table
 from pirl.data.schema import INFO_FILE, parse_info
 from pirl.errors import DataError
 
@@ -152,7 +152,7 @@ def _next_info(info: Mapping[str, Any], episode: FinishedEpisode, *, total_tasks
 def _stage_v21(root: Path, staged: Path, meta: Metadata, episodes: Sequence[FinishedEpisode]) -> Metadata:
     for index, episode in enumerate(episodes, meta.info["total_episodes"] - len(episodes)):
         place = {"episode_chunk": index // meta.info["chunks_size"], "episode_index": index}
-        pq.write_table(episode.table, new_file(staged, meta.info["data_path"].format(**place)))
+        _write(episode.table, new_file(staged, meta.info["data_path"].format(**place)))
         for key, video in episode.videos.items():
             os.replace(video, new_file(staged, meta.info["video_path"].format(video_key=key, **place)))
         stats = {key: {name: value.tolist() for name, value in column.items()} for key, column in episode.stats.items()}
@@ -188,8 +188,8 @@ def _stage_v30(root: Path, staged: Path, meta: Metadata, episodes: Sequence[Fini
         table = _as_numbers(table, meta.episodes.schema)
         table = pa.concat_tables([meta.episodes, table], promote_options="permissive")
     stats = merge_stats([meta.stats, *(episode.stats for episode in episodes)])
-    pq.write_table(table, new_file(staged, EPISODES_PATH.format(**place)))
-    pq.write_table(_tasks_table(meta.tasks), new_file(staged, TASKS[V30]))
+    _write(table, new_file(staged, EPISODES_PATH.format(**place)))
+    _write(_tasks_table(meta.tasks), new_file(staged, TASKS[V30]))
     lists = {key: {name: value.tolist() for name, value in column.items()} for key, column in stats.items()}
     write_json(staged / "meta/stats.json", lists)
     return Metadata(info=meta.info, tasks=meta.tasks, stats=stats, episodes=table)
@@ -253,9 +253,9 @@ def _stage_rows(
     located: list[dict[str, int]] = []
     while len(located) < len(tables):
         path, schema = path_of(**place), tables[0].schema
-        with pa.OSFile(str(new_file(staged, path)), "wb") as file, pq.ParquetWriter(file, schema) as writer:
+        with pa.OSFile(str(new_file(staged, path)), "wb") as file, open_writer(file, schema) as writer:
             if append:
-                with pq.ParquetFile(root / path) as existing:
+                with open_parquet(root / path) as existing:
                     for group in range(existing.num_row_groups):
                         rows = existing.read_row_group(group).select(schema.names).cast(schema)
                         writer.write_table(rows, row_group_size=max(len(rows), 1))
@@ -296,6 +296,16 @@ def _stage_video(
         os.replace(video, target)
     times = {"from_timestamp": first / fps, "to_timestamp": (first + length) / fps}
     return _located(prefix, place) | {f"{prefix}/{name}": value for name, value in times.items()}
+
+
+def open_writer(file: Any, schema: pa.Schema) -> pq.ParquetWriter:
+    """Writes a parquet file with a checksum in every page, which `open_parquet` checks."""
+    return pq.ParquetWriter(file, schema, write_page_checksum=True)
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    with open_writer(path, table.schema) as writer:
+        writer.write_table(table)
 
 
 def _tasks_table(tasks: Mapping[str, int]) -> pa.Table:

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 from pirl.data import labels, lerobot
 from pirl.data.columns import V21, V30
 from pirl.data.dataset import read_outcomes
-from pirl.data.episode_files import new_file, write_json
+from pirl.data.episode_files import new_file, open_writer, write_json
 from pirl.data.episode_stats import ColumnStats, column_stats, merge_stats
 from pirl.data.journal import commit, lock_dataset, recover, release_dataset, staging
 from pirl.data.lerobot import DatasetMeta
 from pirl.data.outcomes import OutcomeRule
-from pirl.data.reading import read_json
+from pirl.data.reading import open_parquet, read_json
 from pirl.data.rows import read_columns
 from pirl.data.schema import INFO_FILE
 from pirl.errors import DataError, listing
@@ -80,9 +80,9 @@ def _stage_data(meta: DatasetMeta, staged: Path, flags: Mapping[int, np.ndarray]
         files.setdefault(episode.data.path, []).append(flags[episode.index])
     for path, parts in files.items():
         values, begin = np.concatenate(parts), 0
-        with pq.ParquetFile(path) as source:
+        with open_parquet(path) as source:
             schema = _with_success(source.schema_arrow, meta.version)
-            with pq.ParquetWriter(new_file(staged, str(path.relative_to(meta.root))), schema) as target:
+            with open_writer(new_file(staged, str(path.relative_to(meta.root))), schema) as target:
                 for group in range(source.num_row_groups):
                     table = source.read_row_group(group)
                     column = pa.array(values[begin : begin + len(table)], pa.bool_())

@@ -1,6 +1,7 @@
 """Opens a dataset's files, JSON and parquet: what is missing or damaged is named, with the episode it belongs to."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 
 from pirl.data import journal
 from pirl.data.schema import INFO_FILE, parse_json
-from pirl.errors import DataError
+from pirl.errors import DataError, PirlWarning
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError)
 """What Arrow raises over a damaged file, besides what it should."""
@@ -29,10 +30,22 @@ def read_json(root: Path, file: Path, *, lines: bool = False) -> Any:
     return [parse_json(line, where=f"{file}, line {number}") for number, line in rows if line.strip()]
 
 
-def read_table(root: Path, file: Path, columns: Sequence[str] | None = None, *, episode: int | None = None) -> pa.Table:
-    """A parquet file, or those columns of it."""
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """A parquet file; pages that have a checksum (those pirl wrote) are checked as they are read."""
+    return pq.ParquetFile(path, page_checksum_verification=True)
+
+
+def read_table(
+    root: Path,
+    file: Path,
+    columns: Sequence[str] | None = None,
+    *,
+    episode: int | None = None,
+    unread: Collection[str] = (),
+) -> pa.Table:
+    """A parquet file, or those columns of it; says which of `unread` are there and not asked for."""
     try:
-        with journal.opened(root, file, pq.ParquetFile) as source:
+        with journal.opened(root, file, open_parquet) as source:
             names = source.schema_arrow.names
             if absent := [name for name in columns or () if name not in names]:
                 raise DataError(
@@ -41,6 +54,13 @@ def read_table(root: Path, file: Path, columns: Sequence[str] | None = None, *, 
                 )
             if len(set(names)) != len(names):
                 raise ValueError(f"columns stand twice: {sorted({one for one in names if names.count(one) > 1})}")
+            if hidden := [name for name in names if name in unread and name not in (columns or ())]:
+                warnings.warn(
+                    f"{file}: {INFO_FILE} does not declare the column {hidden[0]!r}: it is not read, and does not "
+                    "decide how episodes end",
+                    PirlWarning,
+                    stacklevel=2,
+                )
             return source.read(columns=None if columns is None else list(columns))
     except FileNotFoundError as error:
         raise missing(file, episode) from error

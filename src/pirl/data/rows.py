@@ -19,9 +19,11 @@ from pirl.data.lerobot import DatasetMeta, EpisodeMeta, read_meta
 from pirl.data.reading import DAMAGE, read_table, unreadable, wrong_length
 from pirl.data.schema import INFO_FILE, Feature
 from pirl.errors import DataError
+from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
 
 ROW_KEYS = ("episode_index", "frame_index", "timestamp", "task_index")
 """Columns of every LeRobot dataset."""
+_UNREAD = {NEXT_REWARD, NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED}  # without them an episode would mean something else
 _HINT = "the file and its metadata belong to different datasets, or an export went wrong"
 
 
@@ -51,7 +53,7 @@ def read_columns(meta: DatasetMeta) -> dict[str, Shaped[np.ndarray, "N ..."]]:
     for episode in meta.episodes:
         files.setdefault(episode.data.path, []).append(episode)
     for path, episodes in files.items():
-        table = read_table(meta.root, path, keys, episode=episodes[0].index)
+        table = read_table(meta.root, path, keys, episode=episodes[0].index, unread=_UNREAD)
         columns: dict[str, np.ndarray] = {}
         for key in keys:
             columns[key] = _to_numpy(table.column(key), meta.features[key], path, key, episodes)

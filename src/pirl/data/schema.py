@@ -176,7 +176,7 @@ def _check_shape(key: str, dtype: str, shape: Any, *, where: str) -> None:
     elif dtype in PICTURES and len(shape) != 3:
         found, expected = _short(shape), "height, width and channels"
     elif math.prod(shape) > 2**31:
-        found, expected = f"{_short(shape)}, {math.prod(shape):.3g} values a frame", "what a frame can hold"
+        found, expected = f"{_short(shape)}, {math.prod(shape)} values a frame", "what a frame can hold"
     else:
         return
     raise DataError(
@@ -186,7 +186,7 @@ def _check_shape(key: str, dtype: str, shape: Any, *, where: str) -> None:
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list | tuple) and len(shape) <= 8 and all(type(n) is int and n > 0 for n in shape)
+    return isinstance(shape, list | tuple) and len(shape) <= 8 and all(type(n) is int and 0 < n < 2**31 for n in shape)
 
 
 def count(value: Any, *, what: str, where: str, least: int = 0) -> int:

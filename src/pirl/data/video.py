@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import av
 import numpy as np
-import pyarrow.parquet as pq
 from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
@@ -21,7 +20,7 @@ from PIL import Image
 
 from pirl.data import journal
 from pirl.data.lerobot import DatasetMeta, EpisodeMeta
-from pirl.data.reading import DAMAGE
+from pirl.data.reading import DAMAGE, open_parquet
 from pirl.data.resize import content_size, pad, resize_exact
 from pirl.data.schema import INFO_FILE, inside
 from pirl.errors import DataError
@@ -182,7 +181,7 @@ def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np
 
 def _cells(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[Mapping[str, Any]]:
     """The rows of one image column, touching only the row groups the episode lies in."""
-    with journal.opened(meta.root, episode.data.path, pq.ParquetFile) as file:
+    with journal.opened(meta.root, episode.data.path, open_parquet) as file:
         group_start = 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
