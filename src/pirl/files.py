@@ -62,9 +62,14 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Every array of an `.npz`; nothing is unpickled."""
-    with np.load(file, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    """Every array of an `.npz`; nothing is unpickled. Damage is an OSError or a ValueError."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # a damaged zip asks for compression methods, passwords or memory there are not
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def json_text(content: Any) -> str:

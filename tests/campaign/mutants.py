@@ -488,7 +488,7 @@ def _change_table(root: Path, rng: Rng, pattern: str) -> str:
             table, told = (_rows_changed if kind == "rows" else _names_changed)(table, rng)
         pq.write_table(table, path)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):  # no such file can be written
-        return data_bytes(root, rng)
+        return _change_table(root, rng, pattern)
     return f"{path.name}: {told}"
 
 

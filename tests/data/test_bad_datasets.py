@@ -602,3 +602,17 @@ def test_an_outcome_that_is_not_declared(dataset_copy: Copy) -> None:
     path.write_text(json.dumps(info))
     with pytest.warns(PirlWarning, match=r"does not declare the column 'next\.success'"):
         read(root)
+
+
+def test_a_flipped_bit_in_a_png_is_found(dataset_copy: Copy) -> None:
+    root = dataset_copy("v30_image")
+    path = lerobot.read_meta(root).episodes[0].data.path
+    whole = pq.read_table(path)[HIGH].to_pylist()
+    for place in (20, 60, 200, -20, -6):
+        cells = [dict(cell) for cell in whole]
+        content = bytearray(cells[5]["bytes"])
+        content[place] ^= 1
+        cells[5]["bytes"] = bytes(content)
+        column = pa.array(cells)
+        rewrite(path, lambda t, c=column: t.set_column(t.column_names.index(HIGH), HIGH, c))
+        refuse(root, path, "episode 0", "picture 5")

@@ -5,6 +5,7 @@ parquet file that does not hold exactly the frames the metadata promises is an e
 """
 
 import io
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from itertools import chain
@@ -31,6 +32,7 @@ scaling the subsampled planes directly would be cheaper still, but off by severa
 
 # PyAV 17 gave every scaler a thread per core. Episodes are what runs in parallel here.
 _ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
+_PNG = b"\x89PNG\r\n\x1a\n"
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # converted to RGB without losing what the picture shows
 _BACK_OFF = 250  # frames; far longer than a group of pictures of any LeRobot encoder
 
@@ -165,7 +167,9 @@ def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np
     number = 0
     try:
         for cell in _cells(meta, episode, camera):
-            with Image.open(io.BytesIO(_stored(meta, cell))) as picture:
+            stored = _stored(meta, cell)
+            _check_png(stored)
+            with Image.open(io.BytesIO(stored)) as picture:
                 _check_size(picture.height, picture.width, meta, camera, where)  # before that much is decoded
                 if picture.mode not in _MODES:
                     raise ValueError(f"it is {picture.mode}, expected 8-bit colours")
@@ -177,6 +181,16 @@ def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np
             f"{where}: picture {number} of {camera} cannot be read ({type(error).__name__}: {error})",
             hint="the file is damaged: download or export it again",
         ) from error
+
+
+def _check_png(content: bytes) -> None:
+    """The checksums of a PNG file's chunks, which Pillow does not look at while it decodes."""
+    place = len(_PNG)
+    while content.startswith(_PNG) and place < len(content):
+        end = place + 12 + int.from_bytes(content[place : place + 4], "big")
+        if zlib.crc32(content[place + 4 : end - 4]) != int.from_bytes(content[end - 4 : end], "big"):
+            raise ValueError(f"the checksum at byte {place} is wrong")
+        place = end
 
 
 def _cells(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[Mapping[str, Any]]:

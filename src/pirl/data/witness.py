@@ -19,7 +19,7 @@ from pirl.data.reading import column_names, read_json, read_table
 from pirl.errors import DataError, PirlWarning, listing
 
 _NAMES = ("min", "max", "mean")
-_CLOSE = 1e-3  # of a column's range: what other ways of adding up make of a mean
+_CLOSE = np.array([[1e-5], [1e-5], [2e-4]])  # of a column's range; means depend on the way of adding up
 _SWAPPED = 0.03  # of a picture's mean, between black and white; cameras that differ less look alike
 _THIN = 4  # every so many pixels are enough for a mean
 
@@ -109,7 +109,7 @@ def _of_rows(rows: Shaped[np.ndarray, "T D"]) -> Bounds:
 def _fits(found: Bounds, said: Bounds) -> bool:
     if found.shape != said.shape:
         return False
-    scale = np.maximum(said[1] - said[0], 0) + 1e-3 * np.abs(said).max(0) + 1e-6
+    scale = np.maximum(said[1] - said[0], 0) + 1e-2 * np.abs(said).max(0) + 1e-6
     return bool((np.abs(found - said) <= _CLOSE * scale + 1e-9).all())
 
 
