@@ -197,6 +197,22 @@ def test_appending_in_a_second_session_equals_one_session(tmp_path: Path, versio
             assert a.read_bytes() == b.read_bytes(), file
 
 
+@pytest.mark.parametrize("kind", [pa.float64(), pa.bool_(), pa.int64()])
+def test_bounds_of_flags_are_continued_as_they_were_stored(tmp_path: Path, kind: pa.DataType) -> None:
+    """LeRobot 0.6 stores minimum and maximum of a boolean column as numbers, LeRobot 0.4 as booleans."""
+    record(tmp_path, [5, 4])
+    path = tmp_path / "meta/episodes/chunk-000/file-000.parquet"
+    for name in ("min", "max"):
+        table, key = pq.read_table(path), f"stats/next.truncated/{name}"
+        column = pa.array(table[key].to_pylist()).cast(pa.list_(pa.int64())).cast(pa.list_(kind))
+        pq.write_table(table.set_column(table.column_names.index(key), key, column), path)
+    record(tmp_path, [6], start=2)
+    check(tmp_path, [5, 4, 6])
+    after = pq.read_table(path)
+    assert after.schema.field("stats/next.truncated/max").type.value_type == kind
+    assert [row[0] for row in after["stats/next.truncated/max"].to_pylist()] == [1, 0, 1]
+
+
 def test_settings_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     record(tmp_path, [2], robot_type="aloha")
     before = {file: (tmp_path / file).read_bytes() for file in files(tmp_path)}
