@@ -238,7 +238,7 @@ def partitioned(config: RLTrainConfig, fsdp: int) -> str:
     shapes = jax.eval_shape(agent.init, key)
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=data_sharding(mesh)),
-        batch_shapes(config, config.batch_size),
+        batch_shapes(agent, config.batch_sizes),
     )
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}

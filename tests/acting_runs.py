@@ -21,7 +21,6 @@ from pirl.envs.config import EnvConfig, GymConfig
 from pirl.models.config import MLPFlowConfig
 from pirl.recipes import get_config
 from pirl.rollout.config import RolloutConfig
-from pirl.training.loop import served_weights
 
 STATS = {
     "state": NormStats(mean=np.zeros(2), std=np.ones(2), q01=-np.ones(2), q99=np.ones(2)),
@@ -90,7 +89,7 @@ def save_run(config: RLTrainConfig, rates: dict[int, float], *, stats: dict[str,
     with Checkpoints(config.run_dir, config.checkpoint, run=metadata, norm_stats={"me/walks": stats}) as checkpoints:
         for step, rate in rates.items():
             state = fresh_state(config, step)
-            weights = served_weights(build_agent(config), state)
+            weights = build_agent(config).served(state)
             checkpoints.save(step, state, metrics={"eval/success_rate": rate}, weights=weights)
     write_yaml(config.run_dir / "config.yaml", config)
     return config.run_dir

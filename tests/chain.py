@@ -215,7 +215,7 @@ def looking(agent: ACRLPD, *, draws: int = 64) -> Callable[[TrainState], Found]:
         repeated = jnp.repeat(jnp.asarray(STATES), draws, 0)
         keys = jax.random.split(jax.random.key(11), len(repeated))
         seen = Observation(images={}, image_masks={}, state=repeated)
-        return values, *(agent.act(state, seen, keys, candidates=n) for n in (8, 1))
+        return values, *(agent.act(state, seen, keys, best_of=n) for n in (8, 1))
 
     def shares(chosen) -> np.ndarray:
         which = (np.asarray(chosen)[..., 0] < 0) @ (2 ** np.arange(HORIZON)[::-1])

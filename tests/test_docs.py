@@ -19,7 +19,7 @@ from pirl import recipes
 from pirl.cli import app
 from pirl.cli.inspect import policy_of
 from pirl.config import RLTrainConfig
-from pirl.config_io import write_yaml
+from pirl.config_io import kinds, write_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -188,8 +188,8 @@ def settings(cls: Any = RLTrainConfig, prefix: str = "") -> Iterator[str]:
     for name, hint in typing.get_type_hints(cls).items():
         yield prefix + name
         for option in typing.get_args(hint) if isinstance(hint, UnionType) else (hint,):
-            if dataclasses.is_dataclass(option):
-                yield from settings(option, f"{prefix}{name}.")
+            for kind in kinds(option) if dataclasses.is_dataclass(option) else ():
+                yield from settings(kind, f"{prefix}{name}.")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=of_page)

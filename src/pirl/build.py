@@ -1,17 +1,12 @@
 """Where a configuration becomes objects: policy, critic, agent and learning rates. Nothing is loaded or started."""
 
-from typing import Any
-
 import optax
 
-from pirl.agents.acrlpd import ACRLPD
-from pirl.agents.agent import Agent
-from pirl.agents.bc import BC
-from pirl.agents.config import BCConfig, RIPTConfig
+from pirl.agents.agent import Agent, Parts
 from pirl.agents.learner import Learner
 from pirl.agents.optim import make_optimizer, make_schedule
-from pirl.agents.ript import RIPT
 from pirl.config import RLTrainConfig
+from pirl.errors import ConfigError
 from pirl.models import pi0
 from pirl.models.config import MLPFlowConfig, Pi0Config
 from pirl.models.critic import Critic, make_critic
@@ -19,6 +14,7 @@ from pirl.models.freeze import trainable_mask
 from pirl.models.mlp import MLPFlow
 from pirl.models.pi0 import Pi0
 from pirl.models.policy import FlowPolicy
+from pirl.trust import load_object
 
 
 def build_policy(config: RLTrainConfig) -> FlowPolicy:
@@ -30,7 +26,7 @@ def build_critic(config: RLTrainConfig) -> Critic:
     """The critic that fits the policy, without weights."""
     return make_critic(
         config.critic,
-        feature_width=config.model.vlm.width if isinstance(config.model, Pi0Config) else None,
+        feature_width=config.model.feature_width,
         state_dim=config.robot.state_dim,
         real_action_dim=config.real_action_dim,
         critic_horizon=config.critic_horizon,
@@ -38,45 +34,35 @@ def build_critic(config: RLTrainConfig) -> Critic:
 
 
 def build_agent(config: RLTrainConfig) -> Agent:
-    """The algorithm with its policy, critic and optimizers."""
-    policy = build_policy(config)
+    """The algorithm that the configuration names, with its policy, critic and optimizers."""
     mask = None
     if isinstance(config.model, Pi0Config) and config.freeze_rule != "full":
         mask = trainable_mask(pi0.param_shapes(config.model), config.model, config.freeze_rule)
-    policy_learner = Learner(
-        tx=make_optimizer(config.policy_optimizer, make_schedule(config.policy_schedule)),
-        mask=mask,
-        ema_decay=config.policy_ema_decay,
-    )
-    encoder_frozen = isinstance(config.model, MLPFlowConfig) or config.freeze_rule in ("vlm_frozen", "expert_only")
-    common: dict[str, Any] = {
-        "policy": policy,
-        "real_action_dim": config.real_action_dim,
-        "flow_steps": config.rollout.flow_steps,
-    }
-    if isinstance(config.agent, BCConfig):
-        return BC(config=config.agent, learner=policy_learner, **common)
-    if isinstance(config.agent, RIPTConfig):
-        return RIPT(
-            config=config.agent,
-            learner=policy_learner,
-            encoder_frozen=encoder_frozen,
-            compute_dtype=config.model.dtype if isinstance(config.model, Pi0Config) else "float32",
-            **common,
-        )
-    critic_learner = Learner(
-        tx=make_optimizer(config.critic_optimizer, make_schedule(config.critic_schedule)),
-        ema_decay=config.agent.critic_ema_decay,
-    )
-    return ACRLPD(
+    policy = build_policy(config)
+    parts = Parts(
         policy=policy,
+        policy_learner=Learner(
+            tx=make_optimizer(config.policy_optimizer, make_schedule(config.policy_schedule)),
+            mask=mask,
+            ema_decay=config.agent.policy_ema,
+        ),
         critic=build_critic(config),
-        config=config.agent,
-        policy_learner=policy_learner,
-        critic_learner=critic_learner,
-        encoder_frozen=encoder_frozen,
+        critic_learner=Learner(
+            tx=make_optimizer(config.critic_optimizer, make_schedule(config.critic_schedule)),
+            ema_decay=config.agent.critic_ema,
+        ),
+        sizes=config.batch_sizes,
+        real_action_dim=config.real_action_dim,
         flow_steps=config.rollout.flow_steps,
+        encoder_frozen=not isinstance(policy, Pi0) or config.freeze_rule in ("vlm_frozen", "expert_only"),
+        compute_dtype=config.model.dtype,
     )
+    algorithm = load_object(config.agent.agent, what="agent")
+    if not (isinstance(algorithm, type) and issubclass(algorithm, Agent)):
+        raise ConfigError(
+            f"{config.agent.agent} is not an algorithm", hint="it is a subclass of pirl.agents.agent.Agent"
+        )
+    return algorithm.build(config.agent, parts)
 
 
 def schedules(config: RLTrainConfig) -> dict[str, optax.Schedule]:

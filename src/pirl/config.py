@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.agent_config import AgentConfig
+from pirl.config_io import tag
 from pirl.data.config import DataConfig
 from pirl.data.robots import Robot, get_robot
 from pirl.envs.config import EnvConfig
 from pirl.errors import ConfigError, did_you_mean, numbered
 from pirl.models.config import FreezeRule, MLPFlowConfig, Pi0Config
 from pirl.models.critic_config import CriticConfig
+from pirl.records import BatchSizes
 from pirl.rollout.config import CurriculumConfig, EvalConfig, OnlineConfig, RolloutConfig
 from pirl.training.config import (
     AdamW,
@@ -34,8 +36,6 @@ SinkName = Literal["wandb", "trackio", "tensorboard"]
 """Services that receive metrics, in addition to the console and the files in the run folder."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
-_REWARDS = {"sparse_success": (0, 1), "step_penalty": (-1, 0)}
-"""Reward range of each declared outcome rule; recorded rewards may be anything."""
 _VOCABULARY = {"paligemma": 257_152, "byte": 259, "word": 512}
 """Vocabulary sizes; that of a tokenizer file is not known here."""
 
@@ -108,7 +108,7 @@ class RLTrainConfig:
     """Run name; the run folder is <checkpoint.base_dir>/<name>/<exp_name>."""
     model: Pi0Config | MLPFlowConfig
     """The policy."""
-    agent: BCConfig | ACRLPDConfig | RIPTConfig
+    agent: AgentConfig
     """The algorithm."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic, for algorithms that use one."""
@@ -125,9 +125,9 @@ class RLTrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How episodes are collected."""
     online: OnlineConfig | None = None
-    """ACRLPD: also collect episodes with the current policy. None: offline training."""
+    """Off-policy algorithms (ACRLPD): also collect episodes with the current policy. None: offline training."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """RIPT: how to choose initial states."""
+    """Algorithms that roll out groups (RIPT): how to choose initial states."""
     evaluation: EvalConfig | None = None
     """Periodic evaluation in the environment. None: no evaluation."""
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
@@ -150,7 +150,7 @@ class RLTrainConfig:
     batch_size: int = 32
     """Chunks per step, across all devices and hosts."""
     num_train_steps: int = 30_000
-    """Policy updates; for RIPT, iterations of collecting rollout groups and learning from them."""
+    """Policy updates; for algorithms that roll out groups (RIPT), iterations of collecting and learning."""
     log_interval: int = 100
     """Steps between log lines."""
     seed: int = 42
@@ -210,22 +210,22 @@ class RLTrainConfig:
     @property
     def has_critic(self) -> bool:
         """Whether the algorithm learns values; its batches then carry next observations."""
-        return isinstance(self.agent, ACRLPDConfig)
+        return self.agent.learns_values
 
     @property
     def discount(self) -> float:
         """Discount per environment step; unused by algorithms without values."""
-        return self.agent.discount if isinstance(self.agent, ACRLPDConfig) else 0.99
+        return self.agent.discount
 
     @property
     def policy_ema_decay(self) -> float | None:
         """Decay of the policy's EMA, or None."""
-        return self.agent.policy_ema_decay if isinstance(self.agent, ACRLPDConfig) else self.agent.ema_decay
+        return self.agent.policy_ema
 
     @property
     def acts(self) -> bool:
         """Whether the algorithm collects episodes."""
-        return isinstance(self.agent, RIPTConfig) or self.online is not None
+        return self.agent.groups is not None or self.online is not None
 
     @property
     def execute(self) -> int:
@@ -233,11 +233,25 @@ class RLTrainConfig:
         return self.critic_horizon if self.rollout.execute is None else self.rollout.execute
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """The sizes that the shapes of a batch follow from."""
+        return BatchSizes(
+            batch=self.batch_size,
+            horizon=self.horizon,
+            critic_horizon=self.critic_horizon,
+            action_dim=self.model.action_dim,
+            state_dim=self.state_dim,
+            cameras=self.cameras,
+            image_size=self.model.image_size,
+            token_len=self.token_len if self.data.tokenizer != "none" else 0,
+        )
+
+    @property
     def freeze_rule(self) -> FreezeRule:
         """Which weights train."""
         if self.freeze is not None:
             return self.freeze
-        return "lora" if isinstance(self.model, Pi0Config) and self.model.has_lora else "full"
+        return "lora" if self.model.has_lora else "full"
 
     @property
     def robot(self) -> Robot:
@@ -258,22 +272,22 @@ class RLTrainConfig:
     @property
     def state_dim(self) -> int:
         """State size at the model's input."""
-        return self.model.action_dim if isinstance(self.model, Pi0Config) else self.model.state_dim
+        return self.model.state_dim
 
     @property
     def token_len(self) -> int:
         """Prompt tokens at the model's input; 0 without a prompt."""
-        return self.model.token_len if isinstance(self.model, Pi0Config) else 0
+        return self.model.token_len
 
     @property
     def quantile_norm(self) -> bool:
         """Whether to normalise by quantiles (π₀.₅) instead of mean and standard deviation (π₀)."""
-        return isinstance(self.model, Pi0Config) and self.model.pi05
+        return self.model.pi05
 
     @property
     def discrete_state(self) -> bool:
         """Whether the prompt contains the state."""
-        return isinstance(self.model, Pi0Config) and self.model.discrete_state
+        return self.model.discrete_state
 
     def _policy_problems(self) -> Iterator[tuple[str, str]]:
         """Conflicts between the model and its weights."""
@@ -310,7 +324,7 @@ class RLTrainConfig:
         for slot in self.data.cameras or ():
             if slot not in robot.cameras:
                 raise did_you_mean(slot, robot.cameras, kind=f"camera slot of robot {robot.name!r}")
-        known = model.cameras if isinstance(model, Pi0Config) else ()
+        known = model.cameras
         if unseen := [slot for slot in self.cameras if slot not in known]:
             seen = " ".join(slot for slot in known if slot in robot.cameras)
             yield (
@@ -322,38 +336,22 @@ class RLTrainConfig:
                 f"data.critic_horizon is {self.critic_horizon}, model.horizon is {self.horizon}",
                 "the critic scores at most the whole chunk",
             )
-        agent, outcome = self.agent, self.data.outcome
-        if isinstance(agent, ACRLPDConfig) and outcome in _REWARDS:
-            low, high = _REWARDS[outcome][0] + self.data.failure_reward, _REWARDS[outcome][1]
-            if not agent.reward_low <= low <= high <= agent.reward_high:
-                yield (
-                    f"data.outcome {outcome!r} gives rewards from {low:g} to {high}, the agent expects them from "
-                    f"{agent.reward_low:g} to {agent.reward_high:g}",
-                    f"they bound the values: --agent.reward-low {low:g} --agent.reward-high {high}",
-                )
-            if outcome == "step_penalty" and self.data.failure == "terminal" and not self.data.failure_reward:
-                yield (
-                    "data.outcome 'step_penalty' with failures that end the task at no cost: failing early would pay",
-                    "make a failure cost more than going on, such as --data.failure-reward -100, or a time-out: "
-                    "--data.failure timeout",
-                )
-            if agent.reward_once and outcome == "step_penalty":
-                yield (
-                    "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
-                    "it bounds the values: --agent.no-reward-once",
-                )
+        yield from self.agent.problems(self)
 
     def _rollout_problems(self) -> Iterator[tuple[str, str]]:
         """What is wrong between the algorithm and the environment it acts in."""
         acts = {
-            "agent RIPT": isinstance(self.agent, RIPTConfig),
+            f"agent {tag(type(self.agent))}": self.agent.groups is not None,
             "online": self.online is not None,
             "evaluation": self.evaluation is not None,
         }
         if self.env is None and (needs := [name for name, wanted in acts.items() if wanted]):
             yield f"{' and '.join(needs)} without an environment", "name one: --env, or take a recipe that has one"
-        if self.online is not None and not isinstance(self.agent, ACRLPDConfig):
-            yield "online is set, and the algorithm is not ACRLPD", "RIPT collects by itself, BC never does"
+        if self.online is not None and not self.agent.replays:
+            yield (
+                f"online is set, and {tag(type(self.agent))} does not learn from a replay buffer",
+                "RIPT collects by itself, BC never does; take ACRLPD, or leave online out",
+            )
         if self.online is not None and self.online.start_step > 0 and not self.data.repo_ids:
             yield (
                 f"online.start_step is {self.online.start_step} without a dataset",
@@ -364,8 +362,6 @@ class RLTrainConfig:
                 f"rollout.execute is {self.execute}, model.horizon is {self.horizon}",
                 "a policy cannot execute more than it plans",
             )
-        if isinstance(self.agent, RIPTConfig) and self.agent.bc_weight > 0 and not self.data.repo_ids:
-            yield f"agent.bc_weight is {self.agent.bc_weight} without demonstrations", "name data.repo_ids"
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:
         parts, fsdp = self.agent.accumulate, self.mesh.fsdp

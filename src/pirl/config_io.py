@@ -21,6 +21,7 @@ import yaml
 from pirl.errors import ConfigError, did_you_mean
 from pirl.files import write_text
 from pirl.ranges import OutOfRangeError
+from pirl.trust import load_object, main_module
 
 TAG = "type"
 """The key that says which dataclass of several a mapping describes."""
@@ -101,7 +102,10 @@ def diff(old: Any, new: Any) -> list[Change]:
 
 
 def tag(cls: type) -> str:
-    """The name of a dataclass in files."""
+    """The name of a dataclass in files; of an algorithm outside pirl, `module:Class`."""
+    if hasattr(cls, "kinds") and not cls.__module__.startswith("pirl."):
+        module = main_module() if cls.__module__ == "__main__" else cls.__module__
+        return f"{module}:{cls.__qualname__}"
     return cls.__name__.removesuffix("Config")
 
 
@@ -116,7 +120,14 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 def _dataclasses(annotation: Any) -> dict[str, type]:
     """The dataclasses a field may hold, by their names in files."""
-    return {tag(option): option for option in _options(annotation) if _is_dataclass(option)}
+    options = [option for option in _options(annotation) if _is_dataclass(option)]
+    return {tag(kind): kind for option in options for kind in kinds(option)}
+
+
+def kinds(cls: type) -> tuple[type, ...]:
+    """The dataclass itself; of an open family such as the algorithms', its members."""
+    members: tuple[type, ...] = cls.kinds() if hasattr(cls, "kinds") and not getattr(cls, "agent", "") else (cls,)
+    return members
 
 
 def _is_dataclass(annotation: Any) -> TypeGuard[type]:
@@ -154,11 +165,20 @@ def _read_one_of(classes: Mapping[str, type], value: Mapping[str, Any], base: An
     if not isinstance(named, str):
         what = "is missing" if named is None else f"is {_described(named)}"
         raise ConfigError(f"{path}.{TAG} {what}", hint=f"say which one it is: {', '.join(classes)}")
-    if named not in classes:
-        raise did_you_mean(named, classes, kind=f"{path}.{TAG}")
-    cls = classes[named]
+    cls = classes.get(named) or _imported(named, classes, path)
     rest = {key: item for key, item in value.items() if key != TAG}
     return _read_dataclass(cls, rest, base if type(base) is cls else None, path)
+
+
+def _imported(name: str, classes: Mapping[str, type], path: str) -> type:
+    """The dataclass of an open family that `module:Class` names."""
+    family = next((base for kind in classes.values() for base in kind.__mro__ if "kinds" in vars(base)), None)
+    if ":" not in name or family is None:
+        raise did_you_mean(name, classes, kind=f"{path}.{TAG}")
+    found = load_object(name, what=f"{path}.{TAG}")
+    if not (isinstance(found, type) and issubclass(found, family)):
+        raise ConfigError(f"{path}.{TAG}: {name} is not a {family.__name__}", hint=f"subclass pirl's {family.__name__}")
+    return found
 
 
 def _read_dataclass(cls: type[T], data: Mapping[str, Any], base: T | None, path: str) -> T:
@@ -277,10 +297,11 @@ def _yaml_value(plain: Any) -> str:
 
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, in one line and in YAML's words."""
+    inherited = [field_docs(base) for base in reversed(cls.__bases__) if is_dataclass(base)]
+    found = {name: text for docs in inherited for name, text in docs.items()}
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     if not isinstance(body, ast.ClassDef):
-        return {}
-    found = {}
+        return found
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if (
             isinstance(statement, ast.AnnAssign)

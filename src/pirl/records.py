@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
@@ -130,6 +130,70 @@ class ChunkBatch(TypedDict, total=False):
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
     """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
+
+
+class Spec(NamedTuple):
+    """One array of a batch."""
+
+    shape: tuple[int, ...]
+    """Its shape, samples in front."""
+    dtype: str
+    """NumPy's name for its type."""
+
+
+BatchSpec = Mapping[str, Any]
+"""A batch as nested mappings of `Spec`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """The sizes that the shapes of every batch follow from."""
+
+    batch: int
+    """Samples."""
+    horizon: int
+    """Actions per chunk."""
+    critic_horizon: int
+    """Actions the critic scores."""
+    action_dim: int
+    """Size of an action at the model's input."""
+    state_dim: int
+    """Size of a state at the model's input."""
+    cameras: tuple[str, ...] = ()
+    """Camera slots."""
+    image_size: int = 224
+    """Side of a picture, letterbox included."""
+    token_len: int = 0
+    """Prompt tokens; 0 without a prompt."""
+
+
+def observation_spec(sizes: BatchSizes) -> BatchSpec:
+    """The spec of `Observations`."""
+    size, side = sizes.batch, sizes.image_size
+    spec: dict[str, Any] = {
+        "image": {slot: Spec((size, side, side, 3), "uint8") for slot in sizes.cameras},
+        "image_mask": {slot: Spec((size,), "bool") for slot in sizes.cameras},
+        "state": Spec((size, sizes.state_dim), "float32"),
+    }
+    if sizes.token_len:
+        spec["tokenized_prompt"] = Spec((size, sizes.token_len), "int32")
+        spec["tokenized_prompt_mask"] = Spec((size, sizes.token_len), "bool")
+    return spec
+
+
+def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True) -> BatchSpec:
+    """The spec of `ChunkBatch`."""
+    size, observations = sizes.batch, observation_spec(sizes)
+    steps, number = Spec((size, sizes.horizon), "float32"), Spec((size,), "float32")
+    return {
+        "observations": observations,
+        **({"next_observations": observations} if next_observations else {}),
+        "actions": Spec((size, sizes.horizon, sizes.action_dim), "float32"),
+        "critic_actions": Spec((size, sizes.critic_horizon, sizes.action_dim), "float32"),
+        **dict.fromkeys(("rewards", "masks", "valid", "terminals"), steps),
+        **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
+        "length": Spec((size,), "int32"),
+    }
 
 
 @dataclass(frozen=True, order=True)

@@ -583,7 +583,7 @@ def test_acting_is_the_critics_choice_among_separate_samples():
     cloning = BC(
         policy=POLICY, config=BCConfig(), learner=agent.policy_learner, real_action_dim=REAL, flow_steps=s.flow_steps
     )
-    plain = act(state, observation, keys, candidates=1)
+    plain = act(state, observation, keys, best_of=1)
     close(plain, jax.jit(cloning.act)(state, observation, keys), rtol=0, atol=1e-6)
     assert same(jax.jit(make("awr").act)(state, observation, keys), plain)
 

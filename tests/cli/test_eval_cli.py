@@ -248,7 +248,7 @@ def test_the_critic_is_read_when_it_chooses(folder: Path, tmp_path: Path) -> Non
     plans = acting.use(3).plan(dict(enumerate(states)), {i: (i, 0) for i in range(4)})
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(jax.random.key(3), i), 0))(jnp.arange(4))
     observation = Observation.from_dict({"state": np.stack([state["state"] for state in states])})
-    chunks = np.asarray(jax.jit(lambda: agent.act(saved, observation, keys, candidates=6))())
+    chunks = np.asarray(jax.jit(lambda: agent.act(saved, observation, keys, best_of=6))())
     expected = acting.policy.transform.robot_actions(chunks, np.stack([state["state"] for state in states]))
     np.testing.assert_allclose(np.stack([plans[i] for i in range(4)]), expected, rtol=1e-5, atol=1e-6)
     shutil.copytree(step, tmp_path / "5")

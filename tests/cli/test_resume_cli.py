@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RLTrainConfig:
     return begun
 
 
-RESUMED = {"resume": True, "overwrite": False, "dry_run": False, "trust": []}
+RESUMED = {"resume": True, "overwrite": False, "dry_run": False}
 
 
 @pytest.mark.parametrize("words", [["checkpoints/debug_bc/mine"], ["debug_bc", "--exp-name", "mine", "--resume"]])
@@ -69,7 +69,7 @@ def test_debug_and_variant_shaped_the_run_when_it_began(run: RLTrainConfig, call
     "words", [["debug_bc", "--resume", "auto"], ["--resume", "auto", "debug_bc"], ["debug_bc", "--resume=auto"]]
 )
 def test_auto_starts_or_goes_on(words: list[str], run: RLTrainConfig, calls: Calls) -> None:
-    modes = {"resume": True, "fresh_if_missing": True, "dry_run": False, "trust": []}
+    modes = {"resume": True, "fresh_if_missing": True, "dry_run": False}
     assert app.main(["train", *words, "--exp-name", "mine"]) == 0
     assert app.main(["train", *words, "--exp-name", "new", "--batch-size", "8"]) == 0
     assert calls == [

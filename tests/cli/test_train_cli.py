@@ -47,7 +47,7 @@ def usage_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_a_recipe_is_trained_as_it_is(calls: list) -> None:
     assert app.main(["train", "debug"]) == 7
-    assert calls == [(DEBUG, {"resume": False, "overwrite": False, "dry_run": False, "trust": []})]
+    assert calls == [(DEBUG, {"resume": False, "overwrite": False, "dry_run": False})]
 
 
 @pytest.mark.parametrize(

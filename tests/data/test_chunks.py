@@ -392,18 +392,18 @@ def test_a_good_batch_is_accepted():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("actions", np.zeros((3, 4), np.float32), r"actions.* has shape \(3, 4\), it needs \[B, H, A\]"),
-        ("masks", np.zeros((3, 5), np.float32), r"masks.* has shape \(3, 5\), it needs \[B=3, H=4\]"),
-        ("valid", None, r"valid.* is missing; it needs shape \[B=3, H=4\]"),
-        ("next_terminal", np.zeros((3, 1), np.float32), r"next_terminal.* \(3, 1\), it needs \[B=3\]"),
-        ("length", np.zeros(3, np.float32), "length.* dtype float32, it needs signed integer"),
+        ("actions", np.zeros((3, 4), np.float32), r"actions.* has shape \(3, 4\), it needs 3 axes"),
+        ("masks", np.zeros((3, 5), np.float32), r"masks.* has shape \(3, 5\), it needs \(3, 4\)"),
+        ("valid", None, r"valid.* is missing"),
+        ("next_terminal", np.zeros((3, 1), np.float32), r"next_terminal.* \(3, 1\), it needs \(3,\)"),
+        ("length", np.zeros(3, np.float32), "length.* dtype float32, it needs int32"),
         ("critic_actions", np.zeros((3, 5, 2), np.float32), r"critic_actions.* \(3, 5, 2\), more than the 4 steps"),
-        ("observations.state", np.zeros((2, 2), np.float32), r"observations.state.* \(2, 2\), it needs \[B=3, S\]"),
+        ("observations.state", np.zeros((2, 2), np.float32), r"observations.state.* \(2, 2\), it needs \(3, 2\)"),
         ("observations.image.base_0_rgb", np.zeros((3, 4, 4, 3), np.float32), r"image.base_0_rgb.* dtype float32"),
-        ("observations.image_mask.base_0_rgb", np.ones(2, bool), r"image_mask.base_0_rgb.* \(2,\), it needs \[B=3\]"),
-        ("observations.image_mask", {}, r"pictures of \['base_0_rgb'\] but masks for \[\]"),
-        ("observations.tokenized_prompt_mask", np.ones((3, 4), bool), r"prompt_mask.* \(3, 4\), it needs \[B=3, L=5\]"),
-        ("observations", 3, "observations.* is int"),
+        ("observations.image_mask.base_0_rgb", np.ones(2, bool), r"image_mask.base_0_rgb.* \(2,\), it needs \(3,\)"),
+        ("observations.image_mask", {}, r"image_mask.* holds \[\], it needs \['base_0_rgb'\]"),
+        ("observations.tokenized_prompt_mask", np.ones((3, 4), bool), r"prompt_mask.* \(3, 4\), it needs \(3, 5\)"),
+        ("observations", 3, "observations.* is not a dict"),
     ],
 )
 def test_a_bad_batch_is_refused_by_key_and_shape(path, value, message):

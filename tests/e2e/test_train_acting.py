@@ -254,5 +254,5 @@ def test_batches_are_what_their_step_was_compiled_for(demos: Path) -> None:
         with build_acting(config, build_agent(config), build_transform(config), make_mesh()) as (stream, _):
             batch = stream.example()
         assert jax.tree.map(str, jax.tree.map(jax.typeof, batch)) == jax.tree.map(
-            str, jax.tree.map(jax.typeof, batch_shapes(config, config.batch_size))
+            str, jax.tree.map(jax.typeof, batch_shapes(build_agent(config), config.batch_sizes))
         ), config.name

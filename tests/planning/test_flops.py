@@ -181,7 +181,9 @@ def test_what_is_recomputed_is_no_work_of_the_model() -> None:
     for remat in ("none", "full", "names"):
         config = replace(get_config("debug_bc"), model=replace(SMALL, remat=remat, vocab_size=512))
         state = jax.eval_shape(build_agent(config).init, jax.random.key(0))
-        assert update_flops(config, state, small_batch()) == 2 * BATCH * (3 * everything - without_gradient)
+        assert update_flops(build_agent(config), state, small_batch()) == 2 * BATCH * (
+            3 * everything - without_gradient
+        )
 
 
 def test_a_run_logs_its_share_of_the_peak_of_all_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +198,7 @@ def test_a_run_logs_its_share_of_the_peak_of_all_devices(tmp_path: Path, monkeyp
         "actions": np.zeros((8, 3, 2), np.float32),
         "valid": np.ones((8, 3), np.float32),
     }
-    flops = update_flops(config, state, batch)
+    flops = update_flops(build_agent(config), state, batch)
     assert flops > 0
     for step in steps:
         assert step["time/mfu"] == pytest.approx(flops / step["time/step_seconds"] / 8e9)

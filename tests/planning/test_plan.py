@@ -137,7 +137,7 @@ def test_what_an_algorithm_adds_is_seen() -> None:
     assert isinstance(ript.agent, RIPTConfig)
     assert activations(ript) > bc, "v_old has keys and values of its own"
     both = replace(ript, agent=replace(ript.agent, bc_weight=0.1))
-    assert "demos" in batch_shapes(both, 1)
+    assert "demos" in batch_shapes(build_agent(both), replace(both.batch_sizes, batch=1))
     assert activations(both) > 1.3 * activations(ript)
 
 

@@ -174,7 +174,7 @@ def test_imitation_copies_the_mixture(cloned: Cloned):
 def test_awr_puts_the_improvement_into_the_weights(cloned: Cloned):
     agent = make_acrlpd("awr")
     states, metrics = improved(agent, cloned, cloned.data)
-    plain, best = success(agent, states), success(agent, states, candidates=NUM)
+    plain, best = success(agent, states), success(agent, states, best_of=NUM)
     assert np.all(plain > cloned.everything + 0.25), (plain, cloned.everything)
     assert np.all(plain > cloned.successes + 0.1), (plain, cloned.successes)
     assert np.all(best > cloned.successes + 0.1), (best, cloned.successes)
@@ -195,7 +195,7 @@ def test_distillation_puts_the_improvement_into_the_weights(cloned: Cloned):
 def test_best_of_n_improves_without_touching_the_actor(cloned: Cloned):
     agent = make_acrlpd("best_of_n")
     states, _ = improved(agent, cloned, cloned.data)
-    chosen, plain = success(agent, states), success(agent, states, candidates=1)
+    chosen, plain = success(agent, states), success(agent, states, best_of=1)
     assert np.all(chosen > cloned.successes + 0.1), (chosen, cloned.successes)
     assert np.all(np.abs(plain - cloned.everything) < 0.15), (plain, cloned.everything)
 

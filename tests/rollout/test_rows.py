@@ -59,7 +59,8 @@ def rollouts(request: pytest.FixtureRequest, policy: ChunkPolicy) -> list[Rollou
 
 @pytest.fixture
 def rows(rollouts: list[Rollout]) -> PlanRows:
-    return plan_rows(TRANSFORM, rollouts, [0.5, -0.25, 1.0, 0.0], (BASE_CAMERA,))
+    columns = {"advantage": np.array([0.5, -0.25, 1.0, 0.0])}
+    return plan_rows(TRANSFORM, rollouts, columns, (BASE_CAMERA,), {"acceptance": 0.5})
 
 
 def places(rollouts: list[Rollout]) -> list[tuple[int, int, int]]:
@@ -83,7 +84,7 @@ def test_rows_are_what_was_planned_and_done(rows: PlanRows, rollouts: list[Rollo
         assert episode.intended is not None
         np.testing.assert_allclose(plan, episode.intended[start], atol=1e-5)
         np.testing.assert_allclose(plan[: end - start], episode.actions[start:end], atol=1e-5)
-        assert rows.advantage[row] == np.float32([0.5, -0.25, 1.0, 0.0][number])
+        assert rows.columns["advantage"][row] == np.float32([0.5, -0.25, 1.0, 0.0][number])
     assert rows.executed.sum() == sum(len(rollout.episode) for rollout in rollouts)
     assert np.isfinite(rows.actions).all()
 
@@ -108,14 +109,15 @@ def test_a_batch_takes_rows_and_weights(rows: PlanRows) -> None:
     chosen, weight = np.array([2, 0, 2]), np.array([1, 1, 0], np.float32)
     batch = rows.batch(chosen, weight, fresh=True)
     np.testing.assert_array_equal(batch["actions"], rows.actions[chosen])
-    np.testing.assert_array_equal(batch["advantage"], rows.advantage[chosen])
+    np.testing.assert_array_equal(batch["advantage"], rows.columns["advantage"][chosen])
     np.testing.assert_array_equal(batch["weight"], weight)
     assert batch["fresh"].tolist() == [1, 1, 1]
+    assert batch["acceptance"].tolist() == [0.5] * 3
     assert rows.batch(chosen, weight, fresh=False)["fresh"].tolist() == [0, 0, 0]
 
 
 def test_without_cameras_there_are_no_pictures(rollouts: list[Rollout]) -> None:
-    rows = plan_rows(TRANSFORM, rollouts, [0.0] * 4, ())
+    rows = plan_rows(TRANSFORM, rollouts, {"advantage": np.zeros(4)}, ())
     assert rows.batch(np.array([0]), np.ones(1, np.float32), fresh=True)["observations"][IMAGE] == {}
 
 
@@ -125,7 +127,7 @@ def test_the_first_row_has_the_shapes_of_the_others(rows: PlanRows, policy: Chun
         begun = pool.start({0: fixed_contexts(pool.info, 1, "train")[0]})[0]
     assert isinstance(begun, Started)
     chosen, weight = np.zeros(2, np.int64), np.ones(2, np.float32)
-    made = first_rows(policy, begun.observation, HORIZON).batch(chosen, weight, fresh=True)
+    made = first_rows(policy, begun.observation, HORIZON, list(rows.columns)).batch(chosen, weight, fresh=True)
     like = rows.batch(chosen, weight, fresh=True)
     shapes = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree) for tree in (made, like)]
     assert shapes[0] == shapes[1]

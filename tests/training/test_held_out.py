@@ -282,11 +282,12 @@ def test_a_configuration_runs_code_of_trusted_modules_only(tmp_path: Path, monke
     (tmp_path / "tells_on_import.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = apart(tmp_path, BCConfig(), eval_fn="tells_on_import:score")
-    with pytest.raises(ConfigError, match="run code of the module 'tells_on_import'") as refused:
+    with pytest.raises(ConfigError, match="names code outside pirl: tells_on_import") as refused:
         train(config)
     assert "--trust tells_on_import" in str(refused.value.hint)
+    monkeypatch.setenv("PIRL_TRUST", "tells_on_import")
     with pytest.raises(AssertionError, match="imported"):
-        train(config, trust=["tells_on_import"])
+        train(config)
     assert not config.run_dir.exists()
 
 

@@ -11,17 +11,21 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from pirl.agents.agent import TrainState
+from pirl.agents.learner import Learner
 from pirl.build import build_agent
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict
+from pirl.errors import ConfigError
 from pirl.models.config import PRESETS
+from pirl.models.params import flatten
 from pirl.parallel.sharding import data_sharding, make_mesh, sharded_shapes, state_shardings
 from pirl.planning.plan import batch_shapes
 from pirl.recipes import get_config
-from pirl.training.step import Step, handed_through
+from pirl.training.step import Step, shared_leaves
 
 
 def config(**change: Any) -> RLTrainConfig:
@@ -45,7 +49,7 @@ def frozen() -> tuple[Any, RLTrainConfig]:
 def test_frozen_weights_are_not_copied_and_the_rest_is_as_without(frozen: tuple[Any, RLTrainConfig]) -> None:
     agent, chosen = frozen
     key, mesh = jax.random.key(1), make_mesh()
-    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), batch_shapes(chosen, chosen.batch_size))
+    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), batch_shapes(build_agent(chosen), chosen.batch_sizes))
     shapes = jax.eval_shape(agent.init, key)
     init = jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))
     plain, plain_metrics = jax.jit(agent.update)(init(key), data, key)
@@ -78,21 +82,22 @@ def test_frozen_weights_are_not_copied_and_the_rest_is_as_without(frozen: tuple[
 def test_all_is_given_away_where_all_trains() -> None:
     chosen = config()
     agent = build_agent(chosen)
-    assert handed_through(agent, jax.eval_shape(agent.init, jax.random.key(0))) == {}
+    assert shared_leaves(jax.eval_shape(agent.init, jax.random.key(0))) == {}
 
 
-def test_only_our_own_algorithms_are_known_to_leave_them_alone(frozen: tuple[Any, RLTrainConfig]) -> None:
+def test_the_state_says_what_is_frozen_whatever_its_type(frozen: tuple[Any, RLTrainConfig]) -> None:
     agent, _ = frozen
     shapes = jax.eval_shape(agent.init, jax.random.key(0))
+    policy = flatten(shapes.params["policy"])
+    assert shapes.frozen == {f"policy/{path}" for path, leaf in policy.items() if leaf.dtype == jnp.bfloat16}
+    assert len(shared_leaves(shapes)) == 2 * len(shapes.frozen), "the policy's and its average's"
+    assert shared_leaves(replace(shapes, frozen=frozenset())) == {}
 
-    class Other:
-        init, update = agent.init, agent.update
 
-        def act(self, state: TrainState, observation: Any, keys: Any) -> Any:
-            return agent.act(state, observation, keys)
-
-    assert handed_through(agent, shapes)
-    assert handed_through(Other(), shapes) == {}
+def test_weights_that_train_are_float32() -> None:
+    learner = Learner(tx=optax.sgd(1.0), mask={"a": True, "b": False})
+    with pytest.raises(ConfigError, match="a trains and is bfloat16"):
+        learner.init({"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(2, jnp.bfloat16)})
 
 
 def test_what_is_frozen_must_not_be_changed(frozen: tuple[Any, RLTrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +111,9 @@ def test_what_is_frozen_must_not_be_changed(frozen: tuple[Any, RLTrainConfig], m
     monkeypatch.setattr(type(agent), "update", touching)
     shapes = jax.eval_shape(agent.init, jax.random.key(0))
     with pytest.raises(AssertionError, match=r"ACRLPD\.update changed what is frozen"):
-        Step(agent, make_mesh(), shapes).lower(shapes, batch_shapes(chosen, 2), jax.random.key(0))
+        Step(agent, make_mesh(), shapes).lower(
+            shapes, batch_shapes(agent, replace(chosen.batch_sizes, batch=2)), jax.random.key(0)
+        )
 
 
 def test_what_a_frozen_policy_was_is_what_it_is() -> None:
@@ -119,7 +126,7 @@ def test_what_a_frozen_policy_was_is_what_it_is() -> None:
     key, mesh = jax.random.key(1), make_mesh()
     shapes = jax.eval_shape(agent.init, key)
     step = Step(agent, mesh, shapes)
-    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), batch_shapes(chosen, chosen.batch_size))
+    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), batch_shapes(build_agent(chosen), chosen.batch_sizes))
     state = step.shared(jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))(key))
     before = jax.tree.map(np.asarray, state.target["policy"])
     state, _ = step(state, data, key)
@@ -141,7 +148,7 @@ def test_compiled_ahead_it_is_compiled_once(
     chosen = get_config("debug_bc")
     agent, key, mesh = build_agent(chosen), jax.random.key(1), make_mesh()
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, key))
-    expected = batch_shapes(chosen, chosen.batch_size)
+    expected = batch_shapes(build_agent(chosen), chosen.batch_sizes)
     step = Step(agent, mesh, shapes)
     step.prepare(shapes, expected, key)
     state = step.shared(jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes))(key))
@@ -162,7 +169,7 @@ def test_who_leaves_does_not_wait_for_a_program() -> None:
     gone, lowered = threading.Event(), Mock()
     with Step(agent, mesh, shapes) as step:
         step._program = Mock(lower=lambda *_: lowered if gone.wait(60) else None)
-        step.prepare(shapes, batch_shapes(chosen, chosen.batch_size), key)
+        step.prepare(shapes, batch_shapes(build_agent(chosen), chosen.batch_sizes), key)
     gone.set()
     assert step._ahead is not None
     step._ahead.result()

@@ -8,16 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from collecting_runs import ENV, ONLINE, online_run, ript_run
 from pirl.agents.agent import TrainState
 from pirl.agents.config import RIPTConfig
+from pirl.agents.learner import Learner
+from pirl.agents.ript import RIPT
 from pirl.build import build_agent
 from pirl.data.normalize import NormStats, save_norm_stats
 from pirl.data.robots import get_robot
 from pirl.data.transforms import Transform
 from pirl.errors import ConfigError
+from pirl.models.config import MLPFlowConfig
+from pirl.models.mlp import MLPFlow
 from pirl.parallel.sharding import data_sharding, make_mesh
 from pirl.records import Context, Episode, Rollout
 from pirl.rollout.collect import Job
@@ -30,6 +35,7 @@ from pirl.training.build import build_acting, build_transform
 from pirl.training.streams import DatasetStream, GroupStream, OnlineStream, Stream
 
 HORIZON, STEPS = 3, 4
+MODEL = MLPFlowConfig(state_dim=2, action_dim=2, horizon=HORIZON)
 TRANSFORM = Transform(robot=get_robot("synthetic"), norm_stats=None, tokenizer=None, action_dim=2)
 EMPTY = TrainState(step=0, params={})
 Outcome = Callable[[Context, int], bool | None]
@@ -85,7 +91,7 @@ def groups(pool: LocalPool, folder: Path, outcome: Outcome, **settings: Any) -> 
     stream = GroupStream(
         collector,
         Curriculum(CurriculumConfig(), pool.info, 0),
-        config,
+        RIPT(policy=MLPFlow(MODEL), config=config, learner=Learner(tx=optax.sgd(1.0)), real_action_dim=2),
         batch_size=8,
         horizon=HORIZON,
         seed=0,

@@ -13,10 +13,9 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import diff, parse_yaml
 from pirl.errors import ConfigError
 from pirl.recipes.settings import part_kinds, settings
+from pirl.search import Choice, Range
 from pirl.training.config import ConstantSchedule, CosineSchedule
 from pirl.tune.space import (
-    Choice,
-    Range,
     changed,
     check_space,
     current,
@@ -180,5 +179,6 @@ def test_settings_of_parts_that_are_set_and_that_are_not() -> None:
     assert found["sinks"].many
     assert found["sinks"].choices == ("wandb", "trackio", "tensorboard")
     assert "agent.epochs" not in found
-    assert part_kinds(TABLETOP)["agent.type"] == ("BC", "ACRLPD", "RIPT")
+    ours = [kind for kind in part_kinds(TABLETOP)["agent.type"] if ":" not in kind]
+    assert ours[:3] == ["BC", "ACRLPD", "RIPT"]
     assert not [path for path in settings(recipes.get_config("debug")) if path.startswith("env.")]  # of which kind?

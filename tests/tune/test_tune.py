@@ -18,8 +18,9 @@ from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError, PirlError
 from pirl.names import PARAMS_ITEM
 from pirl.rollout.evaluate import Rate
+from pirl.search import Choice, Range
 from pirl.tune.run import Tuner, devices, explain
-from pirl.tune.space import Choice, Range, Space
+from pirl.tune.space import Space
 from pirl.tune.study import COMPARED, Evaluated, Search, Study, read_evaluations
 
 SPACE: Space = {

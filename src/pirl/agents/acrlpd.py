@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Float, Key
 
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Choice, Metrics, TrainState
+from pirl.agents.agent import Agent, Choice, Metrics, Parts, TrainState
 from pirl.agents.config import ACRLPDConfig
 from pirl.agents.learner import Learner, accumulated, in_parts
 from pirl.models import flow
@@ -60,7 +60,7 @@ class ActorAux(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ACRLPD:
+class ACRLPD(Agent):
     """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
 
     policy: FlowPolicy
@@ -74,6 +74,19 @@ class ACRLPD:
     """Does nothing that `policy.encode` reads train? Then one prefix serves the fixed policy of `distill` as well."""
     flow_steps: int | None = None
     """Euler steps when acting; None: as many as for candidates in training."""
+
+    @classmethod
+    def build(cls, config: ACRLPDConfig, parts: Parts) -> "ACRLPD":
+        """The algorithm with these settings."""
+        return cls(
+            policy=parts.policy,
+            critic=parts.critic,
+            config=config,
+            policy_learner=parts.policy_learner,
+            critic_learner=parts.critic_learner,
+            encoder_frozen=parts.encoder_frozen,
+            flow_steps=parts.flow_steps,
+        )
 
     @property
     def value_range(self) -> tuple[float, float]:
@@ -107,6 +120,7 @@ class ACRLPD:
             ema={name: _copy(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
             opt={"policy": policy_opt, "critic": critic_opt},
             scalars={"beta": jnp.float32(self.config.beta_init * (high - low)), "mean_weight": jnp.float32(1.0)},
+            frozen=self.policy_learner.frozen(policy),
         )
 
     @property
@@ -350,32 +364,44 @@ class ACRLPD:
 
     # Acting
 
+    def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
+        """The critic, where it chooses."""
+        return frozenset({"critic"} if self._candidates_to_act(best_of) > 1 else ())
+
+    def q_values(
+        self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
+    ) -> Float[Array, "E B N"]:
+        """Each critic's value of N chunks per observation, by the weights that act."""
+        critic = state.ema.get("critic", state.params["critic"])
+        inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
+        return self.values(critic, self.critic.embed(critic, inputs), chunks)
+
     def act(
         self,
         state: TrainState,
         observation: Observation,
         keys: Key[Array, "B"],
-        candidates: int | None = None,
         *,
+        best_of: int | None = None,
         steer: flow.Steer | None = None,
     ) -> Float[Array, "B H A"]:
-        """One chunk per observation: the critic's choice among `candidates`, or a plain sample of one."""
-        return self.choose(state, observation, keys, candidates, steer=steer).chunk
+        """One chunk per observation: the critic's choice among `best_of` candidates, or a plain sample of one."""
+        return self.choose(state, observation, keys, best_of=best_of, steer=steer).chunk
 
     def choose(
         self,
         state: TrainState,
         observation: Observation,
         keys: Key[Array, "B"],
-        candidates: int | None = None,
         *,
+        best_of: int | None = None,
         steer: flow.Steer | None = None,
     ) -> Choice:
         """What `act` does, with the critic's values where there are several candidates.
 
         By default `best_of_n` chooses among N, while `awr` and `distill` sample: their improvement is in the weights.
         """
-        count = candidates or (self.config.num_action_samples if self.config.actor == "best_of_n" else 1)
+        count = self._candidates_to_act(best_of)
         params = state.policy
         context = self.policy.encode(params, observation)
         noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
@@ -387,6 +413,9 @@ class ACRLPD:
         embedding = self.critic.embed(critic, CriticInputs.of(context))
         values = self.values(critic, embedding, chunks).mean(0)
         return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))
+
+    def _candidates_to_act(self, best_of: int | None) -> int:
+        return best_of or (self.config.num_action_samples if self.config.actor == "best_of_n" else 1)
 
 
 def _named(key: Array) -> dict[str, Array]:

@@ -1,19 +1,29 @@
 """The contract of an algorithm.
 
 An agent holds the losses and nothing else: `init` makes a state, `update` is one training step as one pure function,
-`act` turns observations into chunks. `training/loop.py` jits `update` once, with shardings and donation; it does not
-know which algorithm it runs.
+`act` turns observations into chunks. The other methods say what the rest of pirl needs to know and have defaults that
+fit most algorithms. Nothing outside `agents/` and `recipes/` knows which algorithm it runs.
+
+Add one of your own: a config (a subclass of `AgentConfig` whose `agent` names the class) and this class. See
+`examples/08_own_agent.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float, Key
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
 
+from pirl.agents.agent_config import AgentConfig
+from pirl.agents.learner import Learner
+from pirl.models.critic import Critic
 from pirl.models.flow import Steer
 from pirl.models.observation import Observation
 from pirl.models.params import Params
+from pirl.models.policy import FlowPolicy
+from pirl.records import BatchSizes, BatchSpec, chunk_spec
 
 Metrics = dict[str, Array]
 """Scalars on the device, by slash-separated names such as `critic/loss`."""
@@ -36,6 +46,8 @@ class TrainState:
     """Optimizer state by group, over the trainable leaves only."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """What an algorithm adapts as it goes, such as a temperature."""
+    frozen: frozenset[str] = field(default=frozenset(), metadata={"static": True})
+    """Paths (`group/leaf/…`) of weights that never train. They exist once: `ema` and `target` share them."""
 
     @property
     def policy(self) -> Params:
@@ -53,20 +65,118 @@ class Choice(NamedTuple):
     """Standard deviation of the values of all candidates."""
 
 
-@runtime_checkable
-class Agent(Protocol):
-    """One algorithm."""
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an algorithm is built from. `Agent.build` takes what it needs."""
+
+    policy: FlowPolicy
+    """The flow policy, without weights."""
+    policy_learner: Learner
+    """Optimizer, mask and EMA of the policy's weights."""
+    critic: Critic
+    """A critic that fits the policy, without weights."""
+    critic_learner: Learner
+    """Optimizer and EMA of the critic's weights."""
+    sizes: BatchSizes
+    """Sizes of what the policy sees and does."""
+    real_action_dim: int
+    """Action dimensions the robot has; the rest is padding."""
+    flow_steps: int
+    """Euler steps when acting."""
+    encoder_frozen: bool = False
+    """Whether nothing that `policy.encode` reads trains."""
+    compute_dtype: str = "float32"
+    """The type the model casts its weights to."""
+
+
+class Lesson(NamedTuple):
+    """What an iteration's groups of rollouts teach: see `Agent.prepare`."""
+
+    groups: Int[np.ndarray, "g"]
+    """The groups to learn from, by number."""
+    columns: Mapping[str, Float[np.ndarray, "g K"]]
+    """Numbers of each rollout that its rows carry into the batch, such as `advantage`."""
+    constants: Mapping[str, float]
+    """Numbers that every row carries."""
+
+
+class Agent:
+    """One algorithm. Subclasses are frozen dataclasses."""
+
+    policy: FlowPolicy
+    """The policy it improves."""
+    config: AgentConfig
+    """Its settings."""
+
+    # What every algorithm defines
+
+    @classmethod
+    def build(cls, config: Any, parts: Parts) -> "Agent":
+        """The algorithm with these settings."""
+        raise NotImplementedError(f"{cls.__name__}.build")
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
+        raise NotImplementedError(f"{type(self).__name__}.init")
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """One training step: all losses, gradients, optimizers, averages and targets."""
+        raise NotImplementedError(f"{type(self).__name__}.update")
 
     def act(
-        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, steer: Steer | None = None
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: Steer | None = None,
     ) -> Float[Array, "B H A"]:
         """One chunk per observation, in the model's normalised action space; `steer` changes the field it follows.
 
-        Each row has a key of its own, so what a policy does in an episode does not depend on its neighbours.
+        Each row has its own key, so an episode does not depend on its neighbours. `best_of` candidates are sampled
+        where the agent can choose among them; None is the agent's default.
         """
+        raise NotImplementedError(f"{type(self).__name__}.act")
+
+    # What most algorithms leave as it is
+
+    def choose(
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: Steer | None = None,
+    ) -> Choice:
+        """What `act` does, with a critic's values where candidates were compared."""
+        return Choice(self.act(state, observation, keys, best_of=best_of, steer=steer))
+
+    def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
+        """Shapes and types of the batches that `update` takes."""
+        return chunk_spec(sizes, next_observations=self.config.learns_values)
+
+    def served(self, state: TrainState) -> Params | None:
+        """The weights for OpenPI, where they are neither the policy's nor its average; else None."""
+        return None
+
+    def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
+        """Groups of weights that `act` reads, beside those that are served."""
+        return frozenset()
+
+    def q_values(
+        self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
+    ) -> Float[Array, "E B N"]:
+        """Each critic's value of N chunks per observation, of algorithms that learn values."""
+        raise NotImplementedError(f"{type(self).__name__}.q_values")
+
+    # Algorithms that learn from groups of their own rollouts (`config.groups`)
+
+    def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
+        """What complete groups of K rollouts teach, from the reward of each rollout."""
+        raise NotImplementedError(f"{type(self).__name__}.prepare")
+
+    def moved_far(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether to end the iteration's passes early, from the metrics of the latest update."""
+        return False

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Key
 
-from pirl.agents.agent import Metrics, TrainState
+from pirl.agents.agent import Agent, Metrics, Parts, TrainState
 from pirl.agents.config import BCConfig
 from pirl.agents.learner import Learner, accumulated
 from pirl.models import flow
@@ -18,7 +18,7 @@ from pirl.models.policy import FlowPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class BC:
+class BC(Agent):
     """min E ‖v(x_t, t | s) - (ε - a)‖² over the data's chunks a."""
 
     policy: FlowPolicy
@@ -30,11 +30,28 @@ class BC:
     flow_steps: int = 10
     """Euler steps when acting."""
 
+    @classmethod
+    def build(cls, config: BCConfig, parts: Parts) -> "BC":
+        """The algorithm with these settings."""
+        return cls(
+            policy=parts.policy,
+            config=config,
+            learner=parts.policy_learner,
+            real_action_dim=parts.real_action_dim,
+            flow_steps=parts.flow_steps,
+        )
+
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
         params, opt = self.learner.init(self.policy.init(key) if policy_params is None else policy_params)
         ema = {} if self.learner.ema_decay is None else {"policy": jax.tree.map(jnp.copy, params)}
-        return TrainState(step=jnp.zeros((), jnp.int32), params={"policy": params}, ema=ema, opt={"policy": opt})
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params={"policy": params},
+            ema=ema,
+            opt={"policy": opt},
+            frozen=self.learner.frozen(params),
+        )
 
     def loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
@@ -68,7 +85,13 @@ class BC:
         return replace(state, step=state.step + 1, params={"policy": params}, ema=ema, opt={"policy": opt}), metrics
 
     def act(
-        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, steer: flow.Steer | None = None
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: flow.Steer | None = None,
     ) -> Float[Array, "B H A"]:
         """One chunk per observation by plain sampling."""
         params = state.policy

@@ -1,12 +1,16 @@
-"""What an algorithm can be told. No jax here."""
+"""The settings of each algorithm. No jax here."""
 
 import warnings
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
+from pirl.agents.agent_config import AgentConfig, GroupPlan, at_least_one
 from pirl.errors import ConfigError, PirlWarning
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
+from pirl.search import Choice, Item, Range, around
+from pirl.training.config import AdamW
 
 Actor = Literal["awr", "distill", "best_of_n"]
 """How the critic reaches the actor. `awr`: data chunks, weighted by their advantage. `distill`: the best of N
@@ -25,28 +29,49 @@ standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BCConfig:
+class BCConfig(AgentConfig):
     """Behaviour cloning: OpenPI's training objective."""
+
+    agent: ClassVar[str] = "pirl.agents.bc:BC"
 
     flow_draws: int = 1
     """Points of the flow per chunk and step. More cost little: the prefix is shared."""
-    augment: bool = True
-    """Crop, rotate and colour-jitter the pictures, as OpenPI does."""
     mask_padding: bool = False
     """Leave steps behind the end of an episode and padded action dimensions out of the loss. OpenPI averages over
     them; masking changes the numbers, not the optimum."""
     ema_decay: float | None = 0.99
     """Average the weights for acting and for checkpoints; None acts with the weights themselves."""
-    accumulate: int = 1
-    """Split each batch into this many parts to save memory; the gradient is that of the whole batch."""
 
     def __post_init__(self) -> None:
-        _at_least_one(flow_draws=self.flow_draws, accumulate=self.accumulate)
+        super().__post_init__()
+        at_least_one(flow_draws=self.flow_draws)
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.ema_decay
+
+    def without_ema(self) -> "BCConfig":
+        """The same settings without EMA."""
+        return replace(self, ema_decay=None)
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, flow draws, EMA, weight decay and augmentation."""
+        yield "pi0_lr", around(run.policy_schedule)
+        yield "agent.flow_draws", Choice(values=(1, 2, 4))
+        yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))
+        if isinstance(run.policy_optimizer, AdamW):
+            yield "policy_optimizer.weight_decay", Choice(values=(1e-10, 1e-4, 1e-2))
+        if run.cameras:
+            yield "agent.augment", Choice(values=(False, True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ACRLPDConfig:
+class ACRLPDConfig(AgentConfig):
     """Q-chunking on a flow policy: a critic over action chunks, and an actor that takes its advice into the weights."""
+
+    agent: ClassVar[str] = "pirl.agents.acrlpd:ACRLPD"
+    replays: ClassVar[bool] = True
 
     discount: float = 0.99
     """Per environment step. A good start is 1 - 1/(steps of a long episode)."""
@@ -86,22 +111,18 @@ class ACRLPDConfig:
     """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
     clip_targets: bool = True
     """Clip targets to the returns that the rewards allow. Q-chunking does not; `hl_gauss` clips in any case."""
-    augment: bool = True
-    """Augment pictures; both observations of a chunk alike."""
     policy_ema_decay: float | None = 0.999
     """Average of the policy, for acting, targets and checkpoints; None turns it off."""
     critic_ema_decay: float | None = 0.99
     """Average of the critic, for choosing among candidates when acting; None turns it off."""
-    accumulate: int = 1
-    """Split each batch into this many parts to save memory; the gradient is that of the whole batch."""
 
     def __post_init__(self) -> None:
-        _at_least_one(
+        super().__post_init__()
+        at_least_one(
             num_action_samples=self.num_action_samples,
             flow_steps=self.flow_steps,
             critic_updates=self.critic_updates,
             flow_draws=self.flow_draws,
-            accumulate=self.accumulate,
         )
         if not 0 < self.discount < 1:
             raise ConfigError(f"discount is {self.discount}", hint="it lies between 0 and 1, both excluded")
@@ -112,10 +133,81 @@ class ACRLPDConfig:
         if not 0 < self.target_ess < 1:
             raise ConfigError(f"target_ess is {self.target_ess}", hint="a share between 0 and 1; 0.3 to 0.5 works")
 
+    @property
+    def learns_values(self) -> bool:
+        """A critic."""
+        return True
+
+    @property
+    def chooses(self) -> bool:
+        """By its critic."""
+        return True
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.policy_ema_decay
+
+    @property
+    def critic_ema(self) -> float | None:
+        """EMA decay of the critic's weights, or None."""
+        return self.critic_ema_decay
+
+    def without_ema(self) -> "ACRLPDConfig":
+        """The same settings without the policy's EMA."""
+        return replace(self, policy_ema_decay=None)
+
+    def small(self) -> "ACRLPDConfig":
+        """The actor starts at once."""
+        return replace(self, accumulate=min(self.accumulate, 2), actor_warmup_steps=min(self.actor_warmup_steps, 2))
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Rewards that the value range does not hold, and failures that would pay."""
+        declared = run.data.reward_range
+        if declared is None:
+            return
+        (low, high), outcome = declared, run.data.outcome
+        if not self.reward_low <= low <= high <= self.reward_high:
+            yield (
+                f"data.outcome {outcome!r} gives rewards from {low:g} to {high:g}, the agent expects them from "
+                f"{self.reward_low:g} to {self.reward_high:g}",
+                f"they bound the values: --agent.reward-low {low:g} --agent.reward-high {high:g}",
+            )
+        if outcome == "step_penalty" and run.data.failure == "terminal" and not run.data.failure_reward:
+            yield (
+                "data.outcome 'step_penalty' with failures that end the task at no cost: failing early would pay",
+                "make a failure cost more than going on, such as --data.failure-reward -100, or a time-out: "
+                "--data.failure timeout",
+            )
+        if self.reward_once and outcome == "step_penalty":
+            yield (
+                "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
+                "it bounds the values: --agent.no-reward-once",
+            )
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, discount, update-to-data ratio, and what steers the actor."""
+        learns = self.actor != "best_of_n"  # there the actor does not listen to the critic
+        yield ("pi0_lr", around(run.policy_schedule)) if learns else ("critic_lr", around(run.critic_schedule))
+        # A discount is felt by its distance to 1: half and twice the time it looks ahead.
+        discounts = (round(1 - share * (1 - self.discount), 4) for share in (2.0, 1.0, 0.5))
+        yield "agent.discount", Choice(values=tuple(discount for discount in discounts if discount > 0))
+        yield "agent.critic_updates", Choice(values=(1, 2, 4))
+        if self.actor == "awr":
+            yield "agent.target_ess", Range(low=0.15, high=0.6)
+        else:
+            yield "agent.num_action_samples", Choice(values=(4, 8, 16))
+        if learns:
+            yield "agent.bc_loss_weight", Choice(values=(0.0, 0.1, 0.3))
+        else:
+            yield "agent.q_aggregation", Choice(values=("mean", "min"))
+
 
 @dataclass(frozen=True, kw_only=True)
-class RIPTConfig:
+class RIPTConfig(AgentConfig):
     """Groups of rollouts from the same initial state, compared with each other: no critic, no reward model."""
+
+    agent: ClassVar[str] = "pirl.agents.ript:RIPT"
 
     loss: GroupLoss = "nft"
     """How advantages reach the policy."""
@@ -153,16 +245,10 @@ class RIPTConfig:
     """Average the weights for acting and for checkpoints; None acts with the weights themselves."""
     augment: bool = False
     """Augment pictures. The policy rolled out on pictures as they are."""
-    accumulate: int = 1
-    """Split each batch into this many parts to save memory; the gradient is that of the whole batch."""
 
     def __post_init__(self) -> None:
-        _at_least_one(
-            groups_per_iteration=self.groups_per_iteration,
-            epochs=self.epochs,
-            flow_draws=self.flow_draws,
-            accumulate=self.accumulate,
-        )
+        super().__post_init__()
+        at_least_one(groups_per_iteration=self.groups_per_iteration, epochs=self.epochs, flow_draws=self.flow_draws)
         for name in ("nft_beta", "awr_beta") + (() if self.drift_limit is None else ("drift_limit",)):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="it is above 0")
@@ -184,6 +270,64 @@ class RIPTConfig:
         if self.loss == "raw":
             self._raw()
 
+    @property
+    def uses_dataset(self) -> bool:
+        """Only where demonstrations are imitated beside the rollouts."""
+        return self.bc_weight > 0
+
+    @property
+    def groups(self) -> GroupPlan:
+        """The rollouts of one iteration."""
+        count = self.groups_per_iteration
+        return GroupPlan(
+            size=self.group_size, groups=count, max_groups=int(self.max_attempts * count), epochs=self.epochs
+        )
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.ema_decay
+
+    def without_ema(self) -> "RIPTConfig":
+        """The same settings without EMA."""
+        return replace(self, ema_decay=None)
+
+    def small(self) -> "RIPTConfig":
+        """Two groups of two."""
+        return replace(
+            self,
+            accumulate=min(self.accumulate, 2),
+            group_size=2,
+            groups_per_iteration=2,
+            max_attempts=1.0,
+            bc_weight=0.0,
+        )
+
+    def quick(self) -> "RIPTConfig":
+        """At most four groups."""
+        return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Demonstrations that are not there."""
+        if self.bc_weight > 0 and not run.data.repo_ids:
+            yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, passes, and the loss's own setting."""
+        yield "pi0_lr", around(run.policy_schedule)
+        if self.loss != "raw":  # which is a gradient for the first pass only
+            yield "agent.epochs", Choice(values=(1, 2, 4))
+        yield "agent.drift_limit", Choice(values=(0.005, 0.01, 0.02, 0.05))
+        yield "agent.advantage", Choice(values=("rloo", "std"))
+        own: dict[str, tuple[str, Range]] = {
+            "nft": ("agent.nft_beta", Range(low=0.5, high=4.0, log=True)),
+            "awr": ("agent.awr_beta", Range(low=0.2, high=1.0, log=True)),
+            "fpo": ("agent.fpo_clip", Range(low=0.02, high=0.2, log=True)),
+            "cfg": ("agent.condition_dropout", Range(low=0.1, high=0.3)),
+        }
+        if self.loss in own:
+            yield own[self.loss]
+
     def _raw(self) -> None:
         """The flow loss of a bad rollout, times a negative number, has no minimum."""
         if self.epochs > 1:
@@ -197,9 +341,3 @@ class RIPTConfig:
             PirlWarning,
             stacklevel=4,
         )
-
-
-def _at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}", hint="it is at least 1")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from pirl.agents.objectives import ema_update
 from pirl.errors import ConfigError
 from pirl.models.freeze import cast_frozen, join, split
-from pirl.models.params import Params
+from pirl.models.params import Params, flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,22 @@ class Learner:
         return join(trainable, frozen) if frozen else trainable
 
     def init(self, params: Params) -> tuple[Params, Any]:
-        """The parameters as they are kept (frozen leaves in bfloat16) and the optimizer's state."""
+        """The parameters as they are kept (frozen leaves in bfloat16) and the optimizer's state.
+
+        Everything that trains is float32: small steps vanish in bfloat16, and models take bfloat16 for frozen.
+        """
         params = params if self.mask is None else cast_frozen(params, self.mask)
-        return params, self.tx.init(self.split(params)[0])
+        trainable = self.split(params)[0]
+        for path, leaf in flatten(trainable).items():
+            if leaf.dtype != jnp.float32:
+                raise ConfigError(
+                    f"{path} trains and is {leaf.dtype}, expected float32", hint="cast it, or freeze it by the mask"
+                )
+        return params, self.tx.init(trainable)
+
+    def frozen(self, params: Params, group: str = "policy") -> frozenset[str]:
+        """The paths of what does not train, as `TrainState.frozen` names them."""
+        return frozenset(f"{group}/{path}" for path in flatten(self.split(params)[1]))
 
     @jax.named_scope("optimizer")
     def step(self, params: Params, grads: Params, opt: Any) -> tuple[Params, Any]:

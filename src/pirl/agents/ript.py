@@ -1,22 +1,24 @@
 """RIPT (arXiv 2505.17016) on a flow policy: several rollouts of one initial state, each judged by the others.
 
-Rollouts, rewards and groups are the caller's; here is what one minibatch of an iteration does to the weights. A row is
-one chunk that the policy chose in a rollout, with the advantage of that rollout. The losses are in `flow_objectives`,
-behind one switch. Most of them need v_old, the field of the policy that rolled out: the first minibatch of an iteration
-(`fresh`) takes it from the acting weights as they are before the update, and the state keeps it for the others.
+The loop rolls the groups out; `prepare` says which of them teach something and each rollout's advantage, `update` is
+one minibatch. A row is one chunk that the policy chose in a rollout, with the advantage of that rollout. The losses are
+in `flow_objectives`, behind one switch. Most need v_old, the field of the policy that rolled out: the first minibatch
+of an iteration (`fresh`) takes it from the acting weights before the update, and the state keeps it for the others.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Key
 
 from pirl.agents import flow_objectives as fo
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Metrics, TrainState
+from pirl.agents.agent import Agent, Lesson, Metrics, Parts, TrainState
 from pirl.agents.config import RIPTConfig
 from pirl.agents.learner import Learner, accumulated
 from pirl.errors import ConfigError
@@ -24,6 +26,7 @@ from pirl.models import flow
 from pirl.models.observation import Observation
 from pirl.models.params import Params, flatten, nest
 from pirl.models.policy import Conditionable, FlowPolicy
+from pirl.records import BatchSizes, BatchSpec, Spec, chunk_spec
 
 LARGE = 2**22
 """Values from which on a leaf of v_old is kept in the model's compute type. Norms and heads are below: they compute in
@@ -53,7 +56,7 @@ class Demos(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RIPT:
+class RIPT(Agent):
     """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
 
     policy: FlowPolicy
@@ -76,6 +79,48 @@ class RIPT:
                 hint="give it a `condition_path` (pirl.models.policy.Conditionable), or take another loss",
             )
 
+    @classmethod
+    def build(cls, config: RIPTConfig, parts: Parts) -> "RIPT":
+        """The algorithm with these settings."""
+        return cls(
+            policy=parts.policy,
+            config=config,
+            learner=parts.policy_learner,
+            real_action_dim=parts.real_action_dim,
+            flow_steps=parts.flow_steps,
+            encoder_frozen=parts.encoder_frozen,
+            compute_dtype=parts.compute_dtype,
+        )
+
+    def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
+        """Rows of rollouts, and demonstrations where they are imitated too: see `update`."""
+        chunks = chunk_spec(sizes, next_observations=False)
+        number = Spec((sizes.batch,), "float32")
+        rows = {
+            "observations": chunks["observations"],
+            "actions": chunks["actions"],
+            "executed": chunks["valid"],
+            **dict.fromkeys(("advantage", "weight", "fresh", "acceptance"), number),
+        }
+        demos = {name: chunks[name] for name in ("observations", "actions", "valid")}
+        return rows | ({"demos": demos} if self.config.bc_weight else {})
+
+    # An iteration
+
+    def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
+        """Leave-one-out advantages of the groups with mixed outcomes; in the others all advantages are zero."""
+        telling = fo.accepted(rewards)
+        chosen = np.flatnonzero(telling)[: self.config.groups_per_iteration]
+        return Lesson(
+            groups=chosen,
+            columns={"advantage": fo.group_advantages(rewards[chosen], self.config.advantage)},
+            constants={"acceptance": float(telling.mean()) if len(telling) else 0.0},
+        )
+
+    def moved_far(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the velocities are further from those of the policy that rolled out than `drift_limit`."""
+        return self.config.drift_limit is not None and float(metrics["ript/drift"]) > self.config.drift_limit
+
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
         policy, policy_opt = self.learner.init(self.policy.init(key) if policy_params is None else policy_params)
@@ -88,13 +133,25 @@ class RIPT:
         ema = {} if self.learner.ema_decay is None else jax.tree.map(jnp.copy, params)
         old = {name: self.learner.split(x)[0] if name == "policy" else x for name, x in params.items()}
         target = jax.tree.map(lambda x: jnp.array(x, self._old_dtype(x), copy=True), old)
-        return TrainState(step=jnp.zeros((), jnp.int32), params=params, target=target, ema=ema, opt=opt)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            target=target,
+            ema=ema,
+            opt=opt,
+            frozen=self.learner.frozen(policy),
+        )
+
+    def served(self, state: TrainState) -> Params | None:
+        """With `cfg`, the conditional policy as a plain one: served by OpenPI it acts like guidance 1."""
+        return self.inference_params(state) if self.config.loss == "cfg" else None
+
+    def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
+        """Guidance mixes two branches; the served weights are only one of them."""
+        return frozenset(() if self.config.guidance == 1 else ("policy", "condition"))
 
     def inference_params(self, state: TrainState) -> Params:
-        """The weights that act, as a plain policy: `cfg`'s condition is part of the bias it is added to.
-
-        Served by anything that knows nothing of conditions, they are the conditional policy (guidance 1).
-        """
+        """The weights that act, as a plain policy: `cfg`'s condition is part of the bias it is added to."""
         return self._folded({name: state.ema.get(name, params) for name, params in state.params.items()})
 
     # One step
@@ -230,9 +287,10 @@ class RIPT:
         state: TrainState,
         observation: Observation,
         keys: Key[Array, "B"],
-        guidance: float | None = None,
         *,
+        best_of: int | None = None,
         steer: flow.Steer | None = None,
+        guidance: float | None = None,
     ) -> Float[Array, "B H A"]:
         """One chunk per observation by plain sampling; `cfg` with the configured guidance, or with another."""
         scale = self.config.guidance if guidance is None else guidance

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -133,7 +133,7 @@ class Checkpoints:
         """Start to write a checkpoint; returns once the arrays are copied, so the state may be donated at once.
 
         The one before is finished first, and its errors are raised here. `extra` is any tree of JSON values (that of
-        process 0 is kept). `weights` are those to act with, where the state holds a condition beside its policy. A step
+        process 0 is kept). `weights` are those to act with, where they are not the policy's (`Agent.served`). A step
         this run has saved or restored is not written again: False, see `amend`.
         """
         if self._read_only:
@@ -149,13 +149,9 @@ class Checkpoints:
                 f"{folder} exists already and is not of this run's making",
                 hint="the run went on from an earlier step: move the later steps away, or choose another exp_name",
             )
-        served, rest = split_state(jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state))
-        if keeps_policy(state):
-            if weights is None:
-                raise CheckpointError(
-                    "a state with a condition, and no weights that follow it", hint="save(..., weights=...)"
-                )
-            served = dict(weights)
+        state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)
+        served, rest = split_state(state, keep_policy=weights is not None)
+        served = served if weights is None else dict(weights)
         metadata = {**self._run, "step": step, "metrics": finite_metrics(metrics or {})}
         texts = {METADATA_FILE: json_text(metadata), EXTRA_FILE: extra_text(as_json(dict(extra or {})))}
         items = {
@@ -221,15 +217,16 @@ class Checkpoints:
         folder = self.directory / str(step)
         if reason := damage(folder, contents=False):  # before gigabytes are read
             raise damaged_step(folder, reason)
-        like_weights, like_rest = split_state(reference)
+        keep_policy = _keeps_policy(folder)
+        like_weights, like_rest = split_state(reference, keep_policy=keep_policy)
         weights: dict[str, Any] = {}
         with verifying(folder):
-            if not keeps_policy(reference):
+            if not keep_policy:
                 check_types(openpi_leaves(folder / PARAMS_ITEM)[0], flatten(like_weights), folder)
                 weights = load_openpi(folder, like_weights, allow_missing="(?!)", verify=False)
             rest = restore_tree(folder / TRAIN_STATE_ITEM, like_rest)
         self._known.add(step)
-        return join_state(weights, rest, averaged="policy" in reference.ema)
+        return join_state(reference, weights, rest)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
         """What was passed to `save` as `extra`."""
@@ -337,19 +334,20 @@ def steps_to_keep(steps: list[int], scores: Mapping[int, float], config: Checkpo
     return keep
 
 
-def keeps_policy(state: TrainState) -> bool:
-    """Is the policy stored beside the weights to act with? They cannot be told from a condition that was added."""
-    return "condition" in state.params
+def _keeps_policy(folder: Path) -> bool:
+    """Whether the step stores the policy beside the weights to act with, because they differ."""
+    keys = read_json(folder / TRAIN_STATE_ITEM / "_METADATA").get("tree_metadata", {})
+    return any(str(key).startswith("('groups', 'policy'") for key in keys)
 
 
-def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(weights to act with, everything else), with nothing in both unless `keeps_policy`.
+def split_state(state: TrainState, *, keep_policy: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(weights to act with, everything else), with nothing in both unless `keep_policy`.
 
     As in OpenPI, `params` of the rest holds the raw weights where the weights to act with are an average, else nothing.
     """
     averaged = "policy" in state.ema
     groups, ema, raw = dict(state.params), dict(state.ema), {}
-    if not keeps_policy(state):
+    if not keep_policy:
         raw = groups.pop("policy")
         ema.pop("policy", None)
     rest = {
@@ -364,15 +362,15 @@ def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     return state.policy, rest
 
 
-def join_state(weights: dict[str, Any], rest: Mapping[str, Any], *, averaged: bool) -> TrainState:
-    """The inverse of `split_state`."""
+def join_state(reference: TrainState, weights: dict[str, Any], rest: Mapping[str, Any]) -> TrainState:
+    """The inverse of `split_state`; the reference says which weights are averaged, and which are frozen."""
     params, ema = dict(rest["groups"]), dict(rest["ema"])
+    averaged = "policy" in reference.ema
     if "policy" not in params:
         params = {"policy": rest["params"] if averaged else weights, **params}
         ema = {"policy": weights, **ema} if averaged else ema
-    return TrainState(
-        step=rest["step"], params=params, target=rest["target"], ema=ema, opt=rest["opt"], scalars=rest["scalars"]
-    )
+    parts = {name: rest[name] for name in ("step", "target", "opt", "scalars")}
+    return replace(reference, params=params, ema=ema, **parts)
 
 
 class FilesHandler(ocp.CheckpointHandler):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 import pirl
+from pirl import trust
 from pirl.errors import PirlError, PirlWarning, did_you_mean
 from pirl.paths import pirl_home
 from pirl.processes import follow_parent
@@ -54,7 +55,10 @@ examples:
   pirl eval checkpoints/my_run --episodes 100   its success rate
   pirl inspect data lerobot/aloha_sim_insertion_human
   pirl inspect checkpoint checkpoints/my_run/20000
-  pirl VERB --help                              arguments and examples"""
+  pirl VERB --help                              arguments and examples
+
+Every verb takes --trust MODULE (repeat for several): a checkpoint may then name robots, environments or algorithms of
+this module. Without it nothing that a foreign configuration names is imported."""
 
 TRAINING_SHARE = "0.9"
 """Share of GPU memory that `pirl train` takes and `pirl plan` assumes; jax's default is 0.75."""
@@ -133,6 +137,18 @@ def recipe_first(words: Sequence[str]) -> list[str]:
     return [words[0], name, *words[1:]] if name else words
 
 
+def take_trust(words: Sequence[str]) -> list[str]:
+    """Trust the modules of `--trust MODULE`, which every verb takes; the other words."""
+    rest, following = [], iter(words)
+    for word in following:
+        flag, sign, name = word.partition("=")
+        if flag == "--trust":
+            trust.allow(name if sign else next(following, ""))
+        else:
+            rest.append(word)
+    return rest
+
+
 def load_verb(name: str) -> ModuleType:
     """Import a verb's module."""
     return importlib.import_module(f"pirl.cli.{name.replace('-', '_')}")
@@ -156,7 +172,7 @@ def build_parser(argv: Sequence[str]) -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Parse and run one command line; errors propagate."""
     try:
-        argv = recipe_first(argv)
+        argv = take_trust(recipe_first(argv))
         parser = build_parser(argv)
         args = parser.parse_args(argv)
         if args.verb is None:

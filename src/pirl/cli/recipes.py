@@ -52,13 +52,12 @@ def ls(args: argparse.Namespace) -> Iterator[str]:
     """A table of all recipes."""
     from pirl.cli.inspect import table
     from pirl.config_io import tag
-    from pirl.models.config import MLPFlowConfig
     from pirl.recipes import ALIASES, get_config, list_configs
 
     rows = [("recipe", "agent", "model", "trains", "robot", "chunk", "batch", "steps")]
     for name in [name for name in (*list_configs(), *ALIASES) if args.part in name]:
         config = get_config(name)
-        family = "MLP" if isinstance(config.model, MLPFlowConfig) else "π₀.₅" if config.model.pi05 else "π₀"
+        family = config.model.family
         chunk = f"{config.horizon}, {config.critic_horizon} scored" if config.has_critic else f"{config.horizon}"
         sizes = (f"{config.batch_size}", f"{config.num_train_steps:,}")
         agent = tag(type(config.agent))

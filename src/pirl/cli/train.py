@@ -57,8 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_modes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint; auto: or start")
     parser.add_argument("--overwrite", action="store_true", help="delete the existing run and start again")
-    text = "allow a setting (eval_fn) to run code of this module; repeat for several"
-    parser.add_argument("--trust", action="append", default=[], metavar="MODULE", help=text)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
 
 
@@ -79,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from pirl.training.loop import train
 
     if auto:
-        return train(config, resume=resume, fresh_if_missing=True, dry_run=args.dry_run, trust=args.trust)
-    return train(config, resume=resume, overwrite=args.overwrite, dry_run=args.dry_run, trust=args.trust)
+        return train(config, resume=resume, fresh_if_missing=True, dry_run=args.dry_run)
+    return train(config, resume=resume, overwrite=args.overwrite, dry_run=args.dry_run)
 
 
 def _take_auto(words: list[str]) -> tuple[bool, list[str]]:

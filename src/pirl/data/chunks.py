@@ -33,7 +33,8 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from pirl.data.config import Boundary, Imitated
 from pirl.errors import DataError
-from pirl.records import Array, ChunkBatch, Episode
+from pirl.names import IMAGE, IMAGE_MASK
+from pirl.records import Array, BatchSizes, BatchSpec, ChunkBatch, Episode, Spec, chunk_spec
 
 _NEVER = np.iinfo(np.int64).max // 2  # a row number no table reaches, with room to add to it
 _SEEN, _NOISE = 4, 1e-4  # known steps a tail is predicted from; how far they are trusted, as a share of the variance
@@ -239,58 +240,61 @@ def _prediction(covariance: Float[Array, "A h h"], seen: slice) -> Float[Array, 
 
 
 def validate_qchunking_batch_format(batch: ChunkBatch, *, next_observations: bool = True) -> None:
-    """Check keys, shapes and kinds of numbers of a batch; works on host and device arrays alike."""
-    actions = _need(batch, "actions", ("B", "H", "A"), "f", {})
+    """Check keys, shapes and types of a batch against `chunk_spec`; works on host and device arrays alike.
+
+    Pictures may be smaller than the model's, since their letterbox is added on the device.
+    """
+    actions, critic = (_present(batch, key, 3) for key in ("actions", "critic_actions"))
+    observations = batch.get("observations")
+    if not isinstance(observations, dict):
+        raise DataError("batch['observations'] is not a dict of arrays", hint="build batches with ACRLPDDataLoader")
     size, horizon, action_dim = actions.shape
-    sizes = {"B": size, "H": horizon, "A": action_dim}
-    critic = _need(batch, "critic_actions", ("B", "h", "A"), "f", sizes)
     if critic.shape[1] > horizon:
         raise DataError(
             f"batch['critic_actions'] has shape {critic.shape}, more than the {horizon} steps of a chunk",
             hint="critic_horizon must not exceed horizon",
         )
-    for key in ("rewards", "masks", "valid", "terminals"):
-        _need(batch, key, ("B", "H"), "f", sizes)
-    for key in ("next_terminal", "sequence_mask", "reward_sum", "mc_return"):
-        _need(batch, key, ("B",), "f", sizes)
-    _need(batch, "length", ("B",), "i", sizes)
-    for key in ("observations", "next_observations") if next_observations else ("observations",):
-        if key not in batch:
-            raise DataError(f"batch has no {key!r}; it has {sorted(batch)}", hint="build batches with ACRLPDDataLoader")
-        _validate_observations(batch[key], key, size)  # type: ignore[literal-required]
-
-
-def _validate_observations(observations: object, name: str, size: int) -> None:
-    if not isinstance(observations, dict):
-        raise DataError(f"batch[{name!r}] is {type(observations).__name__}, not a dict of arrays")
-    sizes = {"B": size, "3": 3}
-    _need(observations, "state", ("B", "S"), "f", sizes, name)
-    images, masks = observations.get("image", {}), observations.get("image_mask", {})
-    if set(images) != set(masks):
-        raise DataError(f"batch[{name!r}] has pictures of {sorted(images)} but masks for {sorted(masks)}")
-    for camera in images:
-        _need(images, camera, ("B", "h", "w", "3"), "u", sizes, f"{name}.image")
-        _need(masks, camera, ("B",), "b", sizes, f"{name}.image_mask")
-    if "tokenized_prompt" in observations or "tokenized_prompt_mask" in observations:
-        tokens = _need(observations, "tokenized_prompt", ("B", "L"), "i", sizes, name)
-        _need(observations, "tokenized_prompt_mask", ("B", "L"), "b", {"L": tokens.shape[1], **sizes}, name)
-
-
-def _need(tree: object, key: str, shape: tuple[str, ...], kind: str, sizes: dict[str, int], where: str = "") -> Any:
-    """The array under `key`, if its shape and kind (f, i, u or b) are right; letters without a size are free."""
-    name = f"batch['{where}.{key}']" if where else f"batch[{key!r}]"
-    wanted = "[" + ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in shape) + "]"
-    array = tree.get(key) if isinstance(tree, dict) else None
-    if array is None:
-        raise DataError(f"{name} is missing; it needs shape {wanted}", hint="build batches with ACRLPDDataLoader")
-    fits = len(array.shape) == len(shape) and all(
-        sizes.get(letter, n) == n for letter, n in zip(shape, array.shape, strict=True)
+    prompt = _present(observations, "tokenized_prompt", 2) if "tokenized_prompt" in observations else None
+    sizes = BatchSizes(
+        batch=size,
+        horizon=horizon,
+        critic_horizon=critic.shape[1],
+        action_dim=action_dim,
+        state_dim=_present(observations, "state", 2).shape[1],
+        cameras=tuple(observations.get("image", {})),
+        token_len=0 if prompt is None else prompt.shape[1],
     )
-    if not fits:
-        raise DataError(f"{name} has shape {tuple(array.shape)}, it needs {wanted}")
-    if np.dtype(array.dtype).kind != kind:
-        kinds = {"f": "floating-point", "i": "signed integer", "u": "unsigned integer", "b": "boolean"}
-        raise DataError(f"{name} has dtype {array.dtype}, it needs {kinds[kind]} numbers of shape {wanted}")
+    _compare(batch, chunk_spec(sizes, next_observations=next_observations), "")
+
+
+def _compare(found: Any, spec: BatchSpec, where: str) -> None:
+    """Every array of the spec, with its shape and kind of numbers."""
+    for key, wanted in spec.items():
+        name = f"{where}.{key}".lstrip(".")
+        if found.get(key) is None:
+            raise DataError(
+                f"batch[{name!r}] is missing; found {', '.join(sorted(found)) or 'nothing'}",
+                hint="build batches with ACRLPDDataLoader",
+            )
+        if not isinstance(wanted, Spec):
+            if not isinstance(found[key], dict) or (key in (IMAGE, IMAGE_MASK) and set(found[key]) != set(wanted)):
+                found_keys = sorted(found[key]) if isinstance(found[key], dict) else type(found[key]).__name__
+                raise DataError(f"batch[{name!r}] holds {found_keys}, it needs {sorted(wanted)}")
+            _compare(found[key], wanted, name)
+            continue
+        array = found[key]
+        shape = (wanted.shape[0], *array.shape[1:3], 3) if len(wanted.shape) == 4 else wanted.shape
+        if tuple(array.shape) != shape:
+            raise DataError(f"batch[{name!r}] has shape {tuple(array.shape)}, it needs {shape}")
+        if np.dtype(array.dtype).kind != np.dtype(wanted.dtype).kind:
+            raise DataError(f"batch[{name!r}] has dtype {array.dtype}, it needs {wanted.dtype}")
+
+
+def _present(batch: Any, key: str, ndim: int) -> Any:
+    array = batch.get(key)
+    if array is None or np.ndim(array) != ndim:
+        found = "is missing" if array is None else f"has shape {np.shape(array)},"
+        raise DataError(f"batch[{key!r}] {found} it needs {ndim} axes", hint="build batches with ACRLPDDataLoader")
     return array
 
 

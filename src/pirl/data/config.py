@@ -22,6 +22,8 @@ Imitated = Literal["successes", "plans", "all"]
 """Which chunks of the policy's own episodes to imitate. `all`: from any step, also across two plans. `plans`: only
 chunks planned as one. `successes`: plans from episodes that did not fail. The rest teaches it to repeat failures."""
 
+_REWARDS = {"sparse_success": (0.0, 1.0), "step_penalty": (-1.0, 0.0)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -135,6 +137,14 @@ class DataConfig:
             return (None,) * len(self.repo_ids)
         files = self.success_file if isinstance(self.success_file, tuple) else (self.success_file,)
         return tuple(None if file == "none" else file for file in files)
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        """The rewards of a declared outcome rule; None where they are what was recorded."""
+        if self.outcome not in _REWARDS:
+            return None
+        low, high = _REWARDS[self.outcome]
+        return low + self.failure_reward, high
 
     @property
     def replay_bytes(self) -> int:

@@ -6,7 +6,6 @@ padding come after (see `transforms`). Adding a robot is one entry here, or `mak
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 
 import numpy as np
 from jaxtyping import Float
@@ -26,6 +25,7 @@ from pirl.names import (
     STATE,
 )
 from pirl.records import Array
+from pirl.trust import load_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,16 +401,10 @@ def get_robot(name: str) -> Robot:
 
 def _imported(module: str, name: str) -> Robot:
     """A robot that a configuration names by where it is, as gymnasium's ids do."""
-    try:
-        found = getattr(import_module(module), name, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"robot {module}:{name}: the module cannot be imported: {error}",
-            hint="its folder must be on the path: PYTHONPATH=FOLDER pirl ...",
-        ) from error
+    found = load_object(f"{module}:{name}", what="robot")
     if not isinstance(found, Robot):
         raise ConfigError(
-            f"robot {module}:{name}: that is {'not there' if found is None else f'a {type(found).__name__}'}",
+            f"robot {module}:{name}: that is a {type(found).__name__}",
             hint=f"{module}.py makes one: {name} = pirl.data.robots.make_robot(...)",
         )
     return found

@@ -5,7 +5,7 @@ parameters uses the same code as one with three billion.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pirl.errors import ConfigError, did_you_mean
 from pirl.names import CAMERAS
@@ -167,6 +167,21 @@ class Pi0Config:
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
 
     @property
+    def state_dim(self) -> int:
+        """Size of a state at the model's input: padded like an action."""
+        return self.action_dim
+
+    @property
+    def feature_width(self) -> int | None:
+        """Size of the prefix features that a critic reads."""
+        return self.vlm.width
+
+    @property
+    def family(self) -> str:
+        """The model's name for people."""
+        return "π₀.₅" if self.pi05 else "π₀"
+
+    @property
     def tokens_per_image(self) -> int:
         """Patches per image."""
         return (self.image_size // self.vision.patch_size) ** 2
@@ -191,6 +206,16 @@ class MLPFlowConfig:
     """Widths of the hidden layers."""
     dtype: DType = "float32"
     """Type of activations and matmuls. Parameters are float32."""
+
+    # It sees neither pictures nor text, and has no pretrained weights.
+    cameras: ClassVar[tuple[str, ...]] = ()
+    token_len: ClassVar[int] = 0
+    image_size: ClassVar[int] = 224
+    pi05: ClassVar[bool] = False
+    discrete_state: ClassVar[bool] = False
+    has_lora: ClassVar[bool] = False
+    feature_width: ClassVar[int | None] = None
+    family: ClassVar[str] = "MLP"
 
 
 _TINY_VISION = SigLIPConfig(width=64, depth=2, mlp_dim=128, num_heads=2, patch_size=8)

@@ -9,7 +9,7 @@ time through adaptive norms. All else is shared. `flow.py` makes the loss and th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,10 @@ class Pi0:
     """The policy: a configuration and pure functions over a parameter tree."""
 
     config: Pi0Config
+
+    def plain(self) -> "Pi0":
+        """The same policy without rematerialisation and fused kernels."""
+        return Pi0(replace(self.config, remat="none", attention="plain"))
 
     @property
     def horizon(self) -> int:

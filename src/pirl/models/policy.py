@@ -58,3 +58,16 @@ class Preparing(Protocol):
 
     def for_inference(self, params: Params) -> Params:
         """The same weights for `encode` and `field` alone, as they are fastest read."""
+
+
+@runtime_checkable
+class Optimised(Protocol):
+    """A policy with rematerialisation and fused kernels, such as π₀."""
+
+    def plain(self) -> FlowPolicy:
+        """The same policy without them, to count its operations."""
+
+
+def plain(policy: FlowPolicy) -> FlowPolicy:
+    """The policy without rematerialisation and fused kernels."""
+    return policy.plain() if isinstance(policy, Optimised) else policy

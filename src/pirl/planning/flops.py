@@ -15,24 +15,20 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from pirl.config import RLTrainConfig
+from pirl.agents.agent import Agent
 from pirl.kernels.gated import IN_ONE
-from pirl.models.config import Pi0Config
+from pirl.models.policy import plain
 
 
-def update_flops(config: RLTrainConfig, state: Any, batch: Any) -> int:
+def update_flops(agent: Agent, state: Any, batch: Any) -> int:
     """Operations of one update over all devices, without those that rematerialisation repeats ("model FLOPs").
 
     So the share of the peak (MFU) that goes by them compares settings: one that recomputes less is nearer to 1, not
     further from it. Arguments are arrays or ShapeDtypeStructs; tracing the full-size model takes a few seconds.
     """
-    from pirl.build import build_agent
-
-    model = config.model
-    if isinstance(model, Pi0Config):
-        # A fused kernel's products would not be seen, and of a layer that is left out only if it is out of the loop.
-        config = replace(config, model=replace(model, remat="none", attention="plain"))
-    return count_flops(build_agent(config).update, state, batch, jax.random.key(0))
+    # A fused kernel's products would not be seen, and of a layer that is left out only if it is out of the loop.
+    counted: Any = replace(agent, policy=plain(agent.policy))  # type: ignore[type-var]
+    return count_flops(counted.update, state, batch, jax.random.key(0))
 
 
 def count_flops(function: Callable[..., Any], *args: Any) -> int:

@@ -230,7 +230,10 @@ def shard_bytes(leaf: Any, sharding: Any = None, fsdp: int | None = None) -> int
 
 def _parts(state: Any) -> dict[str, Any]:
     """`field/group` -> subtree; a field that is no dict of groups is a part by itself."""
-    whole = {f.name: getattr(state, f.name) for f in fields(state)} if isinstance(state, TrainState) else dict(state)
+    if isinstance(state, TrainState):
+        whole = {f.name: getattr(state, f.name) for f in fields(state) if not f.metadata.get("static")}
+    else:
+        whole = dict(state)
     parts: dict[str, Any] = {}
     for name, value in whole.items():
         if isinstance(value, Mapping):

@@ -2,9 +2,8 @@
 
 An estimate is the sum of three parts:
 
-    state        weights (float32; frozen ones bfloat16), optimizer, averages, critic and its target, the policy that
-                 `distill` started from or that RIPT rolled out: shapes of the very state the algorithm makes, each leaf
-                 sharded by OpenPI's rule
+    state        weights (float32; frozen ones bfloat16), optimizer, averages, critic, targets: shapes of the very state
+                 that the algorithm makes, each leaf sharded by OpenPI's rule
     batch        as it arrives, observations of the next step included where the algorithm reads them
     step         the most that is alive at once while the update runs: `activations.py` reads it off jax's trace of it.
                  What does not grow with the batch is gradients and the weights of the layer at work, what does is
@@ -25,9 +24,8 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pirl.agents.config import ACRLPDConfig, RIPTConfig
+from pirl.agents.agent import Agent
 from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError
 from pirl.kernels import attention, gated
@@ -38,6 +36,7 @@ from pirl.models.pi0 import param_shapes
 from pirl.parallel.distributed import is_main
 from pirl.planning.activations import PROBE, Load, largest, traced_loads
 from pirl.planning.memory import GIB, breakdown, gib, leaf_bytes, shard_bytes, text_table
+from pirl.records import BatchSizes, BatchSpec, Spec
 
 BY_SPEED: tuple[Remat, ...] = ("none", "names", "dots", "full")
 """Remat settings, those first that compute least again."""
@@ -221,11 +220,10 @@ def _plan(setup: _Setup, usable: int) -> Plan:
     shapes = param_shapes(model)
     trainable = split(shapes, trainable_mask(shapes, model, config.freeze_rule))[0]
     state = {part.name: part.per_device for part in breakdown(traced.state, fsdp=fsdp).parts}
-    # Frozen weights are in memory once (`Step.shared`).
-    frozen = [leaf for leaf in jax.tree.leaves(traced.state.params["policy"]) if leaf.dtype == jnp.bfloat16]
-    copies = {"ema/policy", "target/policy"} if isinstance(config.agent, ACRLPDConfig) else {"ema/policy"}
-    for copy in copies & set(state):
-        state[copy] -= sum(shard_bytes(leaf, fsdp=fsdp) for leaf in frozen)
+    for kind in ("ema", "target"):  # frozen weights are in memory once (`Step.shared`)
+        for path, leaf in flatten(getattr(traced.state, kind)).items():
+            if path in traced.state.frozen:
+                state[f"{kind}/{path.partition('/')[0]}"] -= shard_bytes(leaf, fsdp=fsdp)
     batch = sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(traced.batch)) / PROBE
     gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(trainable))
     at_once = _loads(essence, fsdp, whole)
@@ -277,7 +275,7 @@ def _trace(config: RLTrainConfig, whole: bool) -> _Trace:
 
     model = config.model
     assert isinstance(model, Pi0Config)
-    batch = batch_shapes(config, PROBE)
+    batch = batch_shapes(build_agent(config), replace(config.batch_sizes, batch=PROBE))
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(build_agent(config).init, key)
 
@@ -302,36 +300,16 @@ def _loads(config: RLTrainConfig, fsdp: int, whole: bool) -> tuple[Load, ...]:
     return largest(load for p, tokens in programs for load in traced_loads(p, fsdp=fsdp, fused_tokens=tokens))
 
 
-def batch_shapes(config: RLTrainConfig, size: int) -> Any:
-    """Shapes of a batch as the algorithm gets it."""
-    model, agent = config.model, config.agent
+def batch_shapes(agent: Agent, sizes: BatchSizes) -> Any:
+    """The agent's batch as a tree of ShapeDtypeStructs."""
 
-    def rows(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *shape), dtype)
+    def shapes(spec: BatchSpec) -> dict[str, Any]:
+        return {
+            name: jax.ShapeDtypeStruct(one.shape, one.dtype) if isinstance(one, Spec) else shapes(one)
+            for name, one in spec.items()
+        }
 
-    side = model.image_size if isinstance(model, Pi0Config) else 224
-    picture = rows(side, side, 3, dtype=jnp.uint8)
-    observations = {
-        "image": dict.fromkeys(config.cameras, picture),
-        "image_mask": dict.fromkeys(config.cameras, rows(dtype=bool)),
-        "state": rows(config.state_dim),
-    }
-    if config.data.tokenizer != "none":
-        observations["tokenized_prompt"] = rows(config.token_len, dtype=jnp.int32)
-        observations["tokenized_prompt_mask"] = rows(config.token_len, dtype=bool)
-    chunks, steps, number = rows(model.horizon, model.action_dim), rows(model.horizon), rows()
-    demonstrations = {"observations": observations, "actions": chunks, "valid": steps}
-    if isinstance(agent, RIPTConfig):
-        batch = {"observations": observations, "actions": chunks, "executed": steps, "advantage": number}
-        batch |= {"weight": number, "fresh": number, "acceptance": number}
-        return batch | ({"demos": demonstrations} if agent.bc_weight else {})
-    return demonstrations | {
-        **({"next_observations": observations} if config.has_critic else {}),
-        **dict.fromkeys(("rewards", "masks", "terminals"), steps),
-        **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
-        "critic_actions": rows(config.critic_horizon, model.action_dim),
-        "length": rows(dtype=jnp.int32),
-    }
+    return shapes(agent.batch_spec(sizes))
 
 
 def _suggest(setup: _Setup, usable: int, found: Plan) -> Iterator[str]:
@@ -385,6 +363,4 @@ def _frozen(setup: _Setup, rule: Any) -> _Setup:
 
 
 def _without_ema(setup: _Setup) -> _Setup:
-    agent = setup.config.agent
-    bare = replace(agent, policy_ema_decay=None) if isinstance(agent, ACRLPDConfig) else replace(agent, ema_decay=None)
-    return replace(setup, config=replace(setup.config, agent=bare))
+    return replace(setup, config=replace(setup.config, agent=setup.config.agent.without_ema()))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pirl import trust
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.errors import ConfigError, did_you_mean
@@ -47,9 +48,12 @@ def about(name: str) -> str:
 
 
 def load(source: str) -> RLTrainConfig:
-    """A recipe by name or from a YAML file, which is complete or has `recipe: NAME` and overrides."""
+    """A recipe by name, from a module of one's own (`module:RECIPE`), or from a YAML file.
+
+    A file is complete, or has `recipe: NAME` and overrides.
+    """
     if Path(source).suffix not in (".yaml", ".yml"):
-        return get_config(source)
+        return _own(source) if ":" in source else get_config(source)
     data = read_yaml(source)
     try:
         if foreign.is_foreign(data):
@@ -69,6 +73,15 @@ def _load_foreign(data: Mapping[str, Any], source: str) -> RLTrainConfig:
     recipe, words = foreign.translate(data, RECIPES)
     print(f"{source} says, in pirl's words: {shlex.join(['pirl', 'train', recipe, *words])}")
     return apply_flags(get_config(recipe), words, prog=f"{source}:")
+
+
+def _own(name: str) -> RLTrainConfig:
+    """A recipe of one's own: `module:RECIPE`."""
+    trust.allow(name.partition(":")[0])
+    found = trust.load_object(name, what="recipe")
+    if not isinstance(found, RLTrainConfig):
+        raise ConfigError(f"recipe {name} is a {type(found).__name__}", hint="it is a pirl.config.RLTrainConfig")
+    return found
 
 
 def cli(args: Sequence[str], *, prog: str = "pirl train", about: str = "") -> RLTrainConfig:

@@ -10,7 +10,7 @@ initialised policy and a few steps, to test the set-up.
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import LiberoConfig
@@ -40,16 +40,11 @@ RECIPES = (_ACRLPD, replace(_ACRLPD, name="debug_bc", agent=BCConfig(augment=Fal
 
 def shrink(config: RLTrainConfig) -> RLTrainConfig:
     """The same run, small enough to test within a minute; it learns nothing useful."""
-    agent = replace(config.agent, accumulate=min(config.agent.accumulate, 2))
-    if isinstance(agent, ACRLPDConfig):
-        agent = replace(agent, actor_warmup_steps=min(agent.actor_warmup_steps, 2))
-    if isinstance(agent, RIPTConfig):
-        agent = replace(agent, group_size=2, groups_per_iteration=2, max_attempts=1.0, bc_weight=0.0)
     tokenizer = config.data.tokenizer if config.data.tokenizer == "none" else "byte"
     return replace(
         config,
         model=_shrink_model(config.model),
-        agent=agent,
+        agent=config.agent.small(),
         critic=_shrink_critic(config.critic),
         init_weights=None,
         data=replace(config.data, tokenizer=tokenizer),
@@ -59,7 +54,7 @@ def shrink(config: RLTrainConfig) -> RLTrainConfig:
         mesh=MeshConfig(),
         checkpoint=replace(config.checkpoint, save_interval=5, keep_period=None),
         batch_size=8,
-        num_train_steps=2 if isinstance(agent, RIPTConfig) else 10,
+        num_train_steps=config.agent.debug_steps,
         log_interval=1,
     )
 
@@ -69,14 +64,11 @@ def vary(config: RLTrainConfig, variant: str) -> RLTrainConfig:
     as benchmarks are, 50 episodes of each task's test states, before and after.
     """
     if variant == "quick":
-        agent = config.agent
-        if isinstance(agent, RIPTConfig):
-            agent = replace(agent, groups_per_iteration=min(agent.groups_per_iteration, 4), max_attempts=1.0)
         return replace(
             config,
-            agent=agent,
+            agent=config.agent.quick(),
             evaluation=config.evaluation and replace(config.evaluation, episodes=min(config.evaluation.episodes, 10)),
-            num_train_steps=min(config.num_train_steps, 2 if isinstance(agent, RIPTConfig) else 20),
+            num_train_steps=min(config.num_train_steps, 20 if config.agent.groups is None else 2),
             log_interval=1,
         )
     if variant == "benchmark" and config.env is not None:

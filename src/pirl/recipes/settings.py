@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pirl.config_io import TAG, field_docs, tag
+from pirl.config_io import kinds as members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ def _fields(config: Any) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
 
 
 def _dataclasses(kinds: tuple[Any, ...]) -> tuple[type, ...]:
-    return tuple(kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind))
+    found = [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
+    return tuple(member for kind in found for member in members(kind))
 
 
 def _has_defaults(cls: Any) -> bool:

@@ -1,11 +1,12 @@
-"""From groups of rollouts to the rows RIPT learns from: one for every time the policy looked and planned."""
+"""From rollouts to the rows an on-policy algorithm learns from: one for every time the policy looked and planned."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Float, Float32, Int
 
 from pirl.data.transforms import Transform
 from pirl.envs.env import RawObservation
@@ -16,7 +17,7 @@ from pirl.rollout.policy import ChunkPolicy, model_inputs, replay_frames
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRows:
-    """What the policy saw, what it planned, how much of it was executed, and how the episode compares."""
+    """What the policy saw, what it planned, how much of it was executed, and what the algorithm says of the rollout."""
 
     images: Mapping[str, Array]
     """Pictures by camera slot, as the policy saw them."""
@@ -26,16 +27,14 @@ class PlanRows:
     """The planned chunks, normalised."""
     executed: Float32[Array, "n H"]
     """1 where a step of the plan was executed."""
-    advantage: Float32[Array, "n"]
-    """Of the row's episode within its group."""
-    acceptance: float = 1.0
-    """Share of the groups that told something: the others, left out, would have held the policy where it is."""
+    columns: Mapping[str, Float32[Array, "n"]]
+    """Numbers of the row's rollout, such as its advantage, and those that are the same for every row."""
 
     def __len__(self) -> int:
-        return len(self.advantage)
+        return len(self.executed)
 
     def batch(self, rows: Int[Array, "B"], weight: Float32[Array, "B"], *, fresh: bool) -> dict[str, Any]:
-        """The batch RIPT's update takes; rows of weight 0 are there to fill it."""
+        """A minibatch; rows of weight 0 fill it up. `fresh` marks the first one of an iteration."""
         size = len(rows)
         return {
             "observations": {
@@ -45,20 +44,23 @@ class PlanRows:
             },
             "actions": self.actions[rows],
             "executed": self.executed[rows],
-            "advantage": self.advantage[rows],
+            **{name: column[rows] for name, column in self.columns.items()},
             "weight": weight,
-            "acceptance": np.full(size, self.acceptance, np.float32),
             "fresh": np.full(size, float(fresh), np.float32),
         }
 
 
 def plan_rows(
-    transform: Transform, rollouts: Sequence[Rollout], advantages: Sequence[float], cameras: Sequence[str]
+    transform: Transform,
+    rollouts: Sequence[Rollout],
+    columns: Mapping[str, Float[Array, "r"]],
+    cameras: Sequence[str],
+    constants: Mapping[str, float] = MappingProxyType({}),
 ) -> PlanRows:
-    """The rows of all rollouts, one after the other."""
-    states, plans, executed, prompts, advantage = [], [], [], [], []
+    """The rows of all rollouts, one after the other; each of a rollout's rows gets its numbers in `columns`."""
+    states, plans, executed, prompts, counts = [], [], [], [], []
     images: dict[str, list[Array]] = {slot: [] for slot in cameras}
-    for rollout, value in zip(rollouts, advantages, strict=True):
+    for rollout in rollouts:
         episode, starts = rollout.episode, rollout.starts
         assert episode.intended is not None  # rollouts of a policy always have its plans
         ends = np.append(starts[1:], len(episode))
@@ -66,7 +68,7 @@ def plan_rows(
         plans.append(episode.intended[starts])
         executed.append(np.arange(episode.intended.shape[1]) < (ends - starts)[:, None])
         prompts += [episode.task] * len(starts)
-        advantage.append(np.full(len(starts), value, np.float32))
+        counts.append(len(starts))
         seen = np.searchsorted(rollout.frame_steps, starts)
         frames = {key: pixels[seen] for key, pixels in rollout.frames.items()}
         for slot, pixels in replay_frames(transform, frames, cameras, borders=False).items() if cameras else ():
@@ -77,12 +79,15 @@ def plan_rows(
         actions=inputs.pop(ACTIONS),
         inputs=inputs,
         executed=np.concatenate(executed).astype(np.float32),
-        advantage=np.concatenate(advantage),
+        columns={
+            **{name: np.repeat(np.asarray(column, np.float32), counts) for name, column in columns.items()},
+            **{name: np.full(sum(counts), value, np.float32) for name, value in constants.items()},
+        },
     )
 
 
-def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int) -> PlanRows:
-    """One row of the right shapes: an observation, and a chunk of zeros."""
+def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int, columns: Sequence[str]) -> PlanRows:
+    """One row of the right shapes: an observation, a chunk of zeros, and ones in the columns."""
     transform = policy.transform
     states, inputs = model_inputs(transform, [observation], policy.cameras)
     plan = np.zeros((1, horizon, transform.robot.action_dim), np.float32)
@@ -91,7 +96,7 @@ def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int) -
         actions=transform.low_dim(states, plan, [""])[ACTIONS],
         inputs={name: column for name, column in inputs.items() if name != IMAGE_MASK},
         executed=np.ones(plan.shape[:2], np.float32),
-        advantage=np.ones(1, np.float32),
+        columns={name: np.ones(1, np.float32) for name in columns},
     )
 
 

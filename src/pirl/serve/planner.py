@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, Choice, TrainState
 from pirl.build import build_agent
 from pirl.config import RLTrainConfig
@@ -191,9 +190,7 @@ class Planner:
 
     def _choose(self, agent: Agent, state: TrainState, inputs: Any, keys: Any, steer: flow.Steer | None) -> Choice:
         observation = Observation.from_dict(inputs)
-        if isinstance(agent, ACRLPD):
-            return agent.choose(state, observation, keys, self.candidates, steer=steer)
-        return Choice(agent.act(state, observation, keys, steer=steer))
+        return agent.choose(state, observation, keys, best_of=self.candidates, steer=steer)
 
     def _sort(self) -> Any:
         """What programs depend on: equal for two checkpoints of one run."""

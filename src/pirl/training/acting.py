@@ -8,7 +8,7 @@ training kept beside the weights only what acting needs is read: a critic to cho
 import difflib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import Float
 
-from pirl.agents.acrlpd import ACRLPD
+from pirl import trust
 from pirl.agents.agent import Agent, TrainState
-from pirl.agents.ript import RIPT
 from pirl.build import build_agent
 from pirl.checkpoints.compare import compare, shapes_of
 from pirl.checkpoints.fetch import fetch
@@ -129,8 +128,8 @@ def load_acting(found: Found) -> Acting:
     agent, transform = build_agent(config), checkpoint_transform(found.folder, config)
     policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
     mesh = acting_mesh(config)
-    params = load_groups(found, agent, mesh, needed_groups(agent, config))
-    model = getattr(agent, "policy", None)
+    params = load_groups(found, agent, mesh, agent.acting_groups(config.rollout.best_of))
+    model = agent.policy
     if mesh.size == 1 and isinstance(model, Preparing):
         # These never change, so what each plan would do to them is done once.
         params["policy"] = jax.jit(model.for_inference)(params["policy"])
@@ -142,7 +141,7 @@ def acting_mesh(config: RLTrainConfig) -> jax.sharding.Mesh:
     return make_mesh(math.gcd(config.mesh.fsdp, jax.device_count()))
 
 
-def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: set[str]) -> dict[str, Params]:
+def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: Set[str]) -> dict[str, Params]:
     """The policy's weights and those of other groups, averaged where there is an average."""
     folder, shapes = found.folder, sharded_shapes(mesh, jax.eval_shape(agent.init, jax.random.key(0)))
     params = {"policy": load(folder, shapes.policy), **_other_weights(folder, shapes, groups)}
@@ -178,6 +177,7 @@ def _own_config(folder: Path, metadata: Mapping[str, Any]) -> RLTrainConfig:
             f"{CONFIG_FILE} beside it",
             hint="name a recipe or YAML file with its model, robot and environment: --recipe NAME",
         )
+    trust.check(data, source=source)
     try:
         return from_dict(RLTrainConfig, data)
     except ConfigError as error:
@@ -214,15 +214,7 @@ def checkpoint_transform(folder: Path, config: RLTrainConfig) -> Transform:
     return build_transform(replace(config, data=replace(config.data, assets_dir=str(assets), asset_id=chosen)))
 
 
-def needed_groups(agent: Agent, config: RLTrainConfig) -> set[str]:
-    """The groups beside the policy whose weights take part in acting."""
-    if isinstance(agent, ACRLPD):
-        return {"critic"} if config.rollout.best_of > 1 or agent.config.actor == "best_of_n" else set()
-    # Guidance mixes two branches, and the served weights are one of them: the condition is part of their bias.
-    return {"policy", "condition"} if isinstance(agent, RIPT) and agent.config.guidance != 1 else set()
-
-
-def _other_weights(folder: Path, shapes: TrainState, needed: set[str]) -> dict[str, Params]:
+def _other_weights(folder: Path, shapes: TrainState, needed: Set[str]) -> dict[str, Params]:
     """The weights of other groups, averaged where there is an average, without the rest of the training state."""
     groups = {name: shapes.params[name] for name in sorted(needed) if name in shapes.params}
     if not groups:

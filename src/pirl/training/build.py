@@ -10,9 +10,7 @@ from typing import Any
 
 import jax
 
-from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent
-from pirl.agents.config import RIPTConfig
 from pirl.checkpoints.weights import check_finite, load
 from pirl.config import RLTrainConfig
 from pirl.data import create
@@ -51,7 +49,6 @@ def asset_id(config: RLTrainConfig) -> str:
 
 def build_transform(config: RLTrainConfig) -> Transform:
     """Between the robot's units and the model's; also what an acting policy uses."""
-    size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
     return create_transform(
         config.data,
         norm_stats=_stats_of_weights(config),
@@ -61,7 +58,7 @@ def build_transform(config: RLTrainConfig) -> Transform:
         token_len=config.token_len,
         quantile=config.quantile_norm,
         discrete_state=config.discrete_state,
-        image_size=size,
+        image_size=config.model.image_size,
     )
 
 
@@ -94,7 +91,7 @@ def build_acting(
         if config.online is not None:
             limits = {"max_episodes": config.data.replay_episodes, "max_bytes": config.data.replay_bytes}
             replay = ReplayBuffer(cameras=config.cameras, **limits)
-        if not isinstance(config.agent, RIPTConfig) or config.agent.bc_weight > 0:
+        if config.agent.uses_dataset:
             loader = parts.enter_context(build_loader(config, transform, mesh, replay))
         if config.acts and pool is not None and config.rollout.record is not None:
             folder = dataset_folder(config.rollout.record)
@@ -146,11 +143,12 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
 
 def build_chunk_policy(config: RLTrainConfig, agent: Agent, transform: Transform, *, best_of: int = 1) -> ChunkPolicy:
     """The agent, acting in as many environments as `rollout.num_envs`."""
-    if best_of > 1 and not isinstance(agent, ACRLPD):
-        raise ConfigError(f"best of {best_of} without a critic", hint="only ACRLPD has one to choose with: best_of 1")
-    act = partial(agent.act, candidates=best_of) if isinstance(agent, ACRLPD) else agent.act
+    if best_of > 1 and not agent.config.chooses:
+        raise ConfigError(
+            f"best of {best_of} without a critic", hint="only algorithms with a critic can choose: best_of 1"
+        )
     return ChunkPolicy(
-        act,
+        partial(agent.act, best_of=best_of),
         transform,
         batch_size=config.rollout.num_envs,
         execute=config.execute,
@@ -232,7 +230,7 @@ def build_stream(
 ) -> Stream:
     """Batches of the kind the algorithm learns from."""
     if pool is None or not config.acts:
-        assert loader is not None  # only RIPT does without, and it acts
+        assert loader is not None  # only algorithms that act do without
         return DatasetStream(loader)
     collector = Collector(
         pool,
@@ -243,11 +241,11 @@ def build_stream(
         every_picture=replay is not None and bool(config.cameras),
         recorder=recorder,
     )
-    if isinstance(config.agent, RIPTConfig):
+    if config.agent.groups is not None:
         return GroupStream(
             collector,
             Curriculum(config.curriculum, pool.info, config.seed),
-            config.agent,
+            agent,
             batch_size=config.batch_size,
             horizon=config.horizon,
             seed=config.seed,

@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from pirl.agents.agent import TrainState
+from pirl.agents.agent import Agent, TrainState
 from pirl.config import RLTrainConfig
 from pirl.parallel.sharding import FSDP_AXIS, data_sharding, replicated, validate_fsdp_sharding
 from pirl.planning.flops import count_flops, update_flops
@@ -20,14 +20,14 @@ from pirl.training.preflight import checkpoint_bytes
 GIB = 2**30
 
 
-def describe_run(config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any) -> None:
+def describe_run(config: RLTrainConfig, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any) -> None:
     """Print the state's size by part, where it lies, and what the compiled step needs."""
     console = Console(markup=False, emoji=False)
     console.print(str(breakdown(shapes, fsdp=mesh.shape[FSDP_AXIS])), markup=False)
     placed = validate_fsdp_sharding(shapes, mesh)
     rows = data_sharding(mesh)
     batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch_shapes(config, config.batch_size)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch_shapes(agent, config.batch_sizes)
     )
     key = jax.random.key(0)
     compiled = update.lower(shapes, batch, jax.device_put(key, replicated(mesh))).compile()
@@ -37,7 +37,7 @@ def describe_run(config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: TrainSt
     if memory := compiled.memory_analysis():
         table.add_row("arguments per device", f"{memory.argument_size_in_bytes / GIB:.2f} GiB")
         table.add_row("temporaries per device", f"{memory.temp_size_in_bytes / GIB:.2f} GiB")
-    needed, run = update_flops(config, shapes, batch), count_flops(update, shapes, batch, key)
+    needed, run = update_flops(agent, shapes, batch), count_flops(update, shapes, batch, key)
     again = f", and {(run - needed) / 1e12:.4g} again to save memory" if run > needed else ""
     table.add_row("arithmetic, all devices", f"{needed / 1e12:.4g} TFLOP{again}")
     needed_disk, steps = checkpoint_bytes(config, shapes)

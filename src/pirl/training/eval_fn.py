@@ -1,9 +1,8 @@
 """An evaluation of the user's own, called while a run trains: `train(config, eval_fn=...)` or `--eval-fn`."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from numbers import Real
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from pirl import trust
 from pirl.agents.agent import Agent, TrainState
 from pirl.config import RLTrainConfig
 from pirl.data.transforms import Transform
@@ -91,28 +91,16 @@ def checked(found: Any, name: str) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
 
-def find_eval_fn(named: str, trusted: Collection[str]) -> EvalFn:
+def find_eval_fn(named: str) -> EvalFn:
     """The function that `module:function` names. Its module is imported only if the user trusts it by name.
 
     A configuration may come from somebody else; what it names would run with the user's rights.
     """
-    module, _, function = named.partition(":")
-    if module not in trusted:
-        raise ConfigError(
-            f"eval_fn is {named!r}: the configuration asks to run code of the module {module!r}",
-            hint=f"if you trust that module, say so: --trust {module}",
-        )
-    try:
-        found = getattr(import_module(module), function, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"eval_fn {named}: the module cannot be imported: {error}",
-            hint="its folder must be on the path: PYTHONPATH=FOLDER pirl ...",
-        ) from error
+    trust.check({"eval_fn": named}, source="the configuration")
+    found = trust.load_object(named, what="eval_fn")
     if not callable(found):
         raise ConfigError(
-            f"eval_fn {named}: that is {'not there' if found is None else f'a {type(found).__name__}'}",
-            hint=f"{module}.py defines it: def {function}(snapshot): return {{...}}",
+            f"eval_fn {named}: that is a {type(found).__name__}", hint="define it: def name(snapshot): return {...}"
         )
     return found
 

@@ -5,7 +5,6 @@ agents with a critic the values of the recorded chunk and of the policy's candid
 numbers. It depends on weights and data alone: the same checkpoint gives the same numbers in training and afterwards.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
 from pirl.data.chunks import chunk_actions
 from pirl.data.held_out import rows_of
@@ -24,7 +22,6 @@ from pirl.data.pool import make_resident
 from pirl.data.transforms import Transform
 from pirl.files import json_text, write_text
 from pirl.models import flow
-from pirl.models.critic import CriticInputs
 from pirl.models.observation import Observation
 from pirl.parallel.distributed import is_main
 from pirl.parallel.placement import batch_on
@@ -39,21 +36,6 @@ from pirl.training.measured import Measured
 FLOW_DRAWS = 4
 """Points of the flow per chunk: the loss at one is mostly noise."""
 BATCH_SIZE = 32
-Values = Callable[[TrainState, Observation, Float[Array, "B N h A"]], Float[Array, "E B N"]]
-"""Every critic's value of N chunks per observation, with the weights that act."""
-
-
-def values_of(agent: Agent) -> Values | None:
-    """How this agent values chunks; None for one that has no values."""
-    if not isinstance(agent, ACRLPD):
-        return None
-
-    def values(state: TrainState, observation: Observation, chunks: Array) -> Array:
-        critic = state.ema.get("critic", state.params["critic"])
-        inputs = CriticInputs.of(agent.policy.encode(state.policy, observation))
-        return agent.values(critic, agent.critic.embed(critic, inputs), chunks)
-
-    return values
 
 
 class HeldOut:
@@ -74,7 +56,8 @@ class HeldOut:
         file: Path | None = None,
     ) -> None:
         """`loader` makes the batches of `source`; its batch size divides evenly over the mesh."""
-        self._agent, self._values, self._transform, self._loader = agent, values_of(agent), transform, loader
+        self._agent, self._transform, self._loader = agent, transform, loader
+        self._values = agent.q_values if agent.config.learns_values else None
         self._config, self._discount, self._flow_steps = config, discount, flow_steps
         self._key, self._file = key, file
         self._episodes = [source.episode(index) for index in range(len(source))]

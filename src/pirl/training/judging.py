@@ -17,7 +17,7 @@ from pirl.data.create import create_source, training_source
 from pirl.errors import ConfigError, PirlWarning
 from pirl.names import TRAIN_STATE_ITEM
 from pirl.records import EpisodeSource
-from pirl.training.acting import Found, acting_mesh, checkpoint_transform, load_groups, needed_groups
+from pirl.training.acting import Found, acting_mesh, checkpoint_transform, load_groups
 from pirl.training.build import build_held_out, build_held_out_loader
 from pirl.training.held_out_metrics import paired_difference
 from pirl.training.measured import Measured
@@ -57,7 +57,7 @@ def judge(found: Found, data: DataConfig, *, trained: bool) -> Measured:
     """Load a checkpoint, with its critic where it has one, and measure it. Its weights are freed at the end."""
     config, folder = found.config, found.folder
     agent, transform, mesh = build_agent(config), checkpoint_transform(folder, config), acting_mesh(config)
-    groups = needed_groups(agent, config)
+    groups = agent.acting_groups(config.rollout.best_of)
     if config.has_critic and (folder / TRAIN_STATE_ITEM).is_dir():
         groups |= {"critic"}
     elif config.has_critic:

@@ -1,6 +1,5 @@
 """The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
 
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -10,22 +9,17 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
-from pirl.agents.bc import BC
-from pirl.agents.ript import RIPT
 from pirl.build import build_agent, schedules
 from pirl.checkpoints.run import Checkpoints, check_compatible, prepare_directory
 from pirl.checkpoints.run_metadata import run_metadata
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
 from pirl.errors import EnvError
-from pirl.models.config import Pi0Config
-from pirl.models.params import Params
 from pirl.names import CONFIG_FILE
 from pirl.parallel import distributed
 from pirl.parallel.sharding import make_mesh, sharded_shapes, state_shardings
-from pirl.planning.flops import count_flops, update_flops
+from pirl.planning.flops import update_flops
 from pirl.planning.memory import GPUMemoryMonitor
 from pirl.planning.plan import batch_shapes, with_choices
 from pirl.rollout.collect import CollectionStoppedError
@@ -59,36 +53,31 @@ def train(
     overwrite: bool = False,
     fresh_if_missing: bool = False,
     dry_run: bool = False,
-    agent: Agent | None = None,
     eval_fn: EvalFn | None = None,
-    trust: Collection[str] = (),
 ) -> int:
     """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint.
 
-    `resume` goes on with the run; with `fresh_if_missing` it begins one that has no checkpoint yet.
-
-    An algorithm of one's own is given as `agent`; `config.agent` then only says which kind of batches it learns from.
-    `eval_fn` is called at evaluation intervals, its numbers are logged; one that `config.eval_fn` names needs its
-    module in `trust`.
+    `resume` goes on with the run; with `fresh_if_missing` it begins one that has no checkpoint yet. `eval_fn` is called
+    at evaluation intervals, its numbers are logged; by default it is the one that `config.eval_fn` names.
     """
     if eval_fn is None and config.eval_fn is not None:
-        eval_fn = find_eval_fn(config.eval_fn, trust)
+        eval_fn = find_eval_fn(config.eval_fn)
     distributed.initialize()
     mesh = make_mesh(config.mesh.fsdp)
-    ahead = agent is None and isinstance(config.model, Pi0Config) and not (dry_run or config.debug_nans)
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
-    shapes = sharded_shapes(mesh, jax.eval_shape((agent or build_agent(config)).init, init_key))
-    preflight.check(config, agent or build_agent(config), mesh, shapes, own_metrics=eval_fn is not None, **modes)
-    agent, transform = agent or build_agent(with_choices(config)), build_transform(config)
+    agent = build_agent(config)
+    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
+    preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
+    agent, transform = build_agent(with_choices(config)), build_transform(config)
     with ExitStack() as parts:
         parts.enter_context(jax.debug_nans(config.debug_nans))
         update = parts.enter_context(Step(agent, mesh, shapes))
-        if ahead:  # while data and weights are read
-            update.prepare(shapes, batch_shapes(config, config.batch_size), train_key)
         if dry_run:
-            describe_run(config, mesh, shapes, update)
+            describe_run(config, agent, mesh, shapes, update)
             return 0
+        if not config.debug_nans:  # compile while data and weights are read
+            update.prepare(shapes, batch_shapes(agent, config.batch_sizes), train_key)
         stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh, eval_fn))
         going_on = prepare_directory(config.run_dir, **modes)
         if going_on:  # before anything in the folder is changed
@@ -136,7 +125,7 @@ def run(
             check_finite(pending, step=step)
             check_state(state, step=step)
             position = {"step": step, "stream": stream.state(), "pending": pending, "patience": patience.state()}
-            if not checkpoints.save(step, state, extra=position, metrics=values, weights=served_weights(agent, state)):
+            if not checkpoints.save(step, state, extra=position, metrics=values, weights=agent.served(state)):
                 checkpoints.amend(step, position)  # the same weights, and more that was collected with them
             stream.prune(kept["stream"] for kept in chain([position], checkpoints.extras()))
 
@@ -148,7 +137,7 @@ def run(
                     if updates == 0 and is_main:
                         save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
                     state, metrics = update(state, batch, jax.random.fold_in(key, updates))
-                    log.count_flops(partial(step_flops, config, agent, state, batch))
+                    log.count_flops(partial(update_flops, agent, state, batch))
                     updates += 1
                     stream.notice(metrics)
                     log.gather(metrics)
@@ -193,18 +182,6 @@ def run(
     if is_main and ending:
         Console(stderr=True).print(f"{config.name}/{config.exp_name}: {ending}", markup=False, soft_wrap=True)
     return 130 if stopped else 0
-
-
-def served_weights(agent: Agent, state: TrainState) -> Params | None:
-    """What OpenPI is to act with, where that is not simply the policy's weights or their average."""
-    return agent.inference_params(state) if isinstance(agent, RIPT) and "condition" in state.params else None
-
-
-def step_flops(config: RLTrainConfig, agent: Agent, state: TrainState, batch: Any) -> int:
-    """Operations of one update; those of an algorithm of one's own as it stands, with what it repeats."""
-    if isinstance(agent, BC | ACRLPD | RIPT):
-        return update_flops(config, state, batch)
-    return count_flops(agent.update, state, batch, jax.random.key(0))
 
 
 def initial_state(

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from pirl.agents.agent import Agent, TrainState
-from pirl.agents.config import RIPTConfig
 from pirl.build import schedules
 from pirl.checkpoints.fetch import to_download
 from pirl.checkpoints.ocdbt import read_json
@@ -137,7 +136,7 @@ def position_problems(config: RLTrainConfig, saved: Mapping[str, Any]) -> Iterat
     """Data other than those a run began with; their positions mean nothing then."""
     for what, had, has in (
         ("collects episodes with `online`", "replay" in saved, config.online is not None),
-        ("reads a dataset", "data" in saved, needs_data(config)),
+        ("reads a dataset", "data" in saved, config.agent.uses_dataset),
     ):
         if had != has:
             yield CheckpointError(
@@ -154,9 +153,8 @@ def position_problems(config: RLTrainConfig, saved: Mapping[str, Any]) -> Iterat
             hint="resume with the seed the run began with",
         )
     elif names and (names == (SYNTHETIC,) or not any(map(to_download_dataset, names))):
-        size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
         robot = select_cameras(config.robot, config.data.cameras)
-        source, _ = training_source(config.data, robot, image_size=size)
+        source, _ = training_source(config.data, robot, image_size=config.model.image_size)
         if fingerprint(source) != position["fingerprint"]:
             yield CheckpointError(
                 f"{', '.join(names)}: the episodes to train on have changed since the run began "
@@ -188,17 +186,11 @@ def environment_problems(config: RLTrainConfig) -> Iterator[PirlError]:
     return iter(())
 
 
-def needs_data(config: RLTrainConfig) -> bool:
-    """Whether the run reads a dataset."""
-    return not isinstance(config.agent, RIPTConfig) or config.agent.bc_weight > 0
-
-
 def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError | PirlWarning]:
     """Datasets, tokenizer and statistics."""
     names, robot = config.data.repo_ids, config.robot
-    if needs_data(config):
-        size = config.model.image_size if isinstance(config.model, Pi0Config) else 224
-        yield from data.dataset_problems(config.data, robot, image_size=size, download=download)
+    if config.agent.uses_dataset:
+        yield from data.dataset_problems(config.data, robot, image_size=config.model.image_size, download=download)
     yield from data.tokenizer_problems(config.data.tokenizer)
     if names == (SYNTHETIC,):
         return
@@ -208,7 +200,7 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
             config.data, robot, folder, horizon=config.horizon, quantile=config.quantile_norm
         )
         yield from found
-    elif needs_data(config):
+    elif config.agent.uses_dataset:
         hint = "name one: --data-path DATASET (a LeRobot folder or a hub repo id)"
         yield ConfigError(f"{config.name} has no dataset", hint=hint)
     else:
@@ -263,12 +255,12 @@ def metric_problems(
 def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set[str] | None:
     """The metrics that a run logs; None for an algorithm whose batches are not known here."""
     try:
-        batch, key = batch_shapes(config, config.batch_size), jax.eval_shape(lambda: jax.random.key(0))
+        batch, key = batch_shapes(agent, config.batch_sizes), jax.eval_shape(lambda: jax.random.key(0))
         _, metrics = jax.eval_shape(agent.update, shapes, batch, key)
     except Exception:  # its own kind of batch
         return None
     evaluated = EVAL_METRICS if config.evaluation is not None else ()
-    held_out = held_out_metrics(values=config.has_critic) if config.data.held_out and needs_data(config) else ()
+    held_out = held_out_metrics(values=config.has_critic) if config.data.held_out and config.agent.uses_dataset else ()
     return {*metrics, *schedules(config), *TIMES, *logged_names(config), *evaluated, *held_out}
 
 

@@ -1,8 +1,7 @@
-"""One update as a program over the mesh. What it changes is given away and comes back in the same memory.
+"""One update, compiled for the mesh. Mutable state is donated.
 
-What is frozen is only read. Given away as well, it would be copied: the compiler may not read memory in a loop that an
-output is promised. It is therefore handed in beside the rest, and what comes out refers to the same arrays; an average
-of frozen weights, or what they were at the beginning, is these weights and not a second copy.
+Frozen weights are not: the compiler must not read donated memory in a loop, so it would copy them. They are separate
+arguments, and the new state refers to the same arrays; their averages and initial values are these arrays too.
 """
 
 import time
@@ -10,13 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import Agent, TrainState
-from pirl.agents.bc import BC
-from pirl.agents.ript import RIPT
-from pirl.models.pi0 import Pi0
+from pirl.models.params import flatten
+from pirl.models.policy import Optimised
 from pirl.parallel.placement import batch_on
 from pirl.parallel.sharding import data_sharding, replicated, state_shardings
 from pirl.training import compiler
@@ -31,11 +27,11 @@ class Step:
     def __init__(self, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> None:
         """`shapes` is the state's, as `jax.eval_shape` gives it."""
         self._structure, self._count = jax.tree.structure(shapes), len(jax.tree.leaves(shapes))
-        self._origin = handed_through(agent, shapes)
+        self._origin = shared_leaves(shapes)
         self._read = sorted(set(self._origin.values()))
         changing, frozen = self._split(state_shardings(mesh, shapes))
         self._batches, everywhere = data_sharding(mesh), replicated(mesh)
-        transformer = isinstance(getattr(agent, "policy", None), Pi0)
+        transformer = isinstance(agent.policy, Optimised)
 
         def update(changing: list[Any], frozen: list[Any], batch: Any, key: jax.Array) -> tuple[list[Any], Any]:
             leaves = self._joined(changing, frozen)
@@ -119,26 +115,15 @@ class Step:
         return [read[self._origin[n]] if n in self._origin else next(rest) for n in range(self._count)]
 
 
-def handed_through(agent: Agent, shapes: TrainState) -> dict[int, int]:
-    """{leaf of the state after an update: the leaf before it that it is}, for what our own algorithms leave alone.
-
-    Frozen leaves are those that `Learner` keeps in bfloat16.
-    """
-    if not isinstance(agent, BC | ACRLPD | RIPT):
-        return {}
+def shared_leaves(shapes: TrainState) -> dict[int, int]:
+    """{leaf of the state: the weight that it is}, for frozen weights in `params`, `ema` and `target`."""
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(jax.tree.leaves(shapes))))
-    pairs = [(numbered.params, numbered.params, shapes.params)]
-    if shapes.ema:
-        pairs.append((numbered.ema, {name: numbered.params[name] for name in numbered.ema}, shapes.ema))
-    if isinstance(agent, ACRLPD) and "policy" in numbered.target:
-        # What the policy was: of what is frozen, what it is.
-        fixed, policy = numbered.target["policy"], numbered.params["policy"]
-        frozen = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, shapes.params["policy"])
-        same = jax.tree.map(lambda own, now, is_frozen: now if is_frozen else own, fixed, policy, frozen)
-        pairs.append((fixed, same, shapes.target["policy"]))
+    weights, like = flatten(numbered.params), flatten(shapes.params)
     return {
-        after: before
-        for afters, befores, leaves in pairs
-        for after, before, leaf in zip(*map(jax.tree.leaves, (afters, befores, leaves)), strict=True)
-        if leaf.dtype == jnp.bfloat16
+        leaf: weights[path]
+        for tree, shape in zip(
+            (numbered.params, numbered.ema, numbered.target), (shapes.params, shapes.ema, shapes.target), strict=True
+        )
+        for (path, leaf), own in zip(flatten(tree).items(), flatten(shape).values(), strict=True)
+        if path in shapes.frozen and own.dtype == like[path].dtype
     }

@@ -1,23 +1,18 @@
-"""Where the batches of a run come from: datasets, datasets and what the policy has just done, or groups of rollouts.
+"""Where the batches of a run come from: datasets, datasets and a replay buffer, or groups of rollouts.
 
-The loop asks for a round and gets the batches of it: one from a dataset, several where an iteration of RIPT learns from
-its rollouts more than once. A stream that collects does so with the weights the round begins with. Everything it needs
-to go on is in its `state`, also in the middle of a collection: an episode depends on its context, its number and the
-weights alone, so what is missing is simply acted out.
+The loop asks for a round and gets its batches: one from a dataset, several where an algorithm makes passes over its own
+rollouts. A stream collects with the weights the round begins with. Its `state` holds what it needs to resume, also
+in the middle of a collection: an episode depends on its context, its number and the weights alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
-from pirl.agents.agent import TrainState
-from pirl.agents.config import RIPTConfig
-from pirl.agents.flow_objectives import accepted, group_advantages
+from pirl.agents.agent import Agent, Lesson, TrainState
 from pirl.config import RLTrainConfig
 from pirl.data.loader import ACRLPDDataLoader, put_on_devices
 from pirl.data.replay import ReplayBuffer, prune
@@ -48,7 +43,7 @@ LOGGED = {
 
 def logged_names(config: RLTrainConfig) -> tuple[str, ...]:
     """What the stream of a run logs, besides what its updates do."""
-    if isinstance(config.agent, RIPTConfig):
+    if config.agent.groups is not None:
         return LOGGED["ript"] + LOGGED["collected"]
     return LOGGED["data"] + (LOGGED["online"] + LOGGED["collected"] if config.online is not None else ())
 
@@ -115,7 +110,7 @@ class DatasetStream:
 
 
 class OnlineStream(DatasetStream):
-    """ACRLPD online: now and then the policy acts, its episodes enter the replay buffer, batches mix both."""
+    """Off-policy: now and then the policy acts, its episodes enter the replay buffer, batches mix both."""
 
     def __init__(
         self,
@@ -215,13 +210,16 @@ class OnlineStream(DatasetStream):
 
 
 class GroupStream:
-    """RIPT: in each round groups of rollouts of the same initial state, then some passes over those that tell."""
+    """On-policy: in each round groups of rollouts of the same initial state, then some passes over those that teach.
+
+    The agent says what the groups teach (`prepare`) and when the passes are over (`moved_far`).
+    """
 
     def __init__(
         self,
         collector: Collector,
         curriculum: Curriculum,
-        config: RIPTConfig,
+        agent: Agent,
         *,
         batch_size: int,
         horizon: int,
@@ -229,22 +227,21 @@ class GroupStream:
         demonstrations: ACRLPDDataLoader | None,
         sharding: Any,
     ) -> None:
-        self._collector, self._curriculum, self._config = collector, curriculum, config
+        assert agent.config.groups is not None
+        self._collector, self._curriculum, self._agent, self._plan = collector, curriculum, agent, agent.config.groups
         self._batch_size, self._horizon, self._seed = batch_size, horizon, seed
         self._demonstrations, self._sharding = demonstrations, sharding
         self._attempted: list[Context] = []
         self._episodes = 0
-        self._drift = 0.0
+        self._moved_far = False
         self._latest: dict[str, float] = {}
 
     def round(self, step: int, state: TrainState, stop: Stop, say: Say) -> Iterator[Any]:
         """Collect, compare, and give the rows out in random order until the passes are over or the policy moved far."""
-        c = self._config
         groups = self._collect(step, state, stop, say)
-        full = [group for _, group in groups if len(group) == c.group_size]
-        rewards = np.array([_successes(group) for group in full]).reshape(-1, c.group_size)
-        chosen = np.flatnonzero(accepted(rewards))[: c.groups_per_iteration]
-        rows = self._rows([full[i] for i in chosen], rewards[chosen], float(accepted(rewards).mean()) if full else 0.0)
+        full = [group for _, group in groups if len(group) == self._plan.size]
+        lesson = self._agent.prepare(np.array([_successes(group) for group in full]).reshape(-1, self._plan.size))
+        rows = self._rows([full[i] for i in lesson.groups], lesson)
         updates = 0
         for batch in self._batches(step, rows):
             yield batch
@@ -257,57 +254,53 @@ class GroupStream:
             **self._curriculum.metrics(),
             "ript/success_rate": float(np.mean(won)) if won else 0.0,
             "ript/attempted_groups": float(len(groups)),
-            "ript/accepted_groups": float(len(chosen)),
+            "ript/accepted_groups": float(len(lesson.groups)),
             "ript/collected_rows": float(0 if rows is None else len(rows)),
             "ript/updates": float(updates),
         }
-        self._episodes += len(self._attempted) * c.group_size
+        self._episodes += len(self._attempted) * self._plan.size
         self._attempted = []
 
     def _collect(self, step: int, state: TrainState, stop: Stop, say: Say) -> list[tuple[Context, list[Rollout]]]:
-        """Groups until enough of them tell something, or until too many were tried."""
-        c = self._config
-        limit = int(c.max_attempts * c.groups_per_iteration)
+        """Groups until enough of them have mixed outcomes, or until too many were tried."""
+        size = self._plan.size
         while True:
             jobs = [
-                Job(self._episodes + group * c.group_size + k, context)
+                Job(self._episodes + group * size + k, context)
                 for group, context in enumerate(self._attempted)
-                for k in range(c.group_size)
+                for k in range(size)
             ]
             found = self._collector.collect(jobs, state, stop, say)
             groups = [
                 (context, [found[n] for n in self._numbers(group) if n in found])
                 for group, context in enumerate(self._attempted)
             ]
-            telling = sum(len(group) == c.group_size and len(set(_successes(group))) > 1 for _, group in groups)
-            wanted = min(c.groups_per_iteration - telling, limit - len(groups))
+            mixed = sum(len(group) == size and len(set(_successes(group))) > 1 for _, group in groups)
+            wanted = min(self._plan.groups - mixed, self._plan.max_groups - len(groups))
             if wanted <= 0:
                 return groups
             self._attempted += self._curriculum.draw(wanted, step, already=len(groups))
 
     def _numbers(self, group: int) -> range:
-        first = self._episodes + group * self._config.group_size
-        return range(first, first + self._config.group_size)
+        first = self._episodes + group * self._plan.size
+        return range(first, first + self._plan.size)
 
-    def _rows(
-        self, groups: list[list[Rollout]], rewards: Float[np.ndarray, "G K"], acceptance: float
-    ) -> PlanRows | None:
+    def _rows(self, groups: list[list[Rollout]], lesson: Lesson) -> PlanRows | None:
         if not groups:
             return None
-        advantages = group_advantages(rewards, self._config.advantage)
         policy = self._collector.policy
         flat = [rollout for group in groups for rollout in group]
-        rows = plan_rows(policy.transform, flat, advantages.ravel().tolist(), policy.cameras)
-        return replace(rows, acceptance=acceptance)
+        columns = {name: column.ravel() for name, column in lesson.columns.items()}
+        return plan_rows(policy.transform, flat, columns, policy.cameras, lesson.constants)
 
     def _batches(self, step: int, rows: PlanRows | None) -> Iterator[Any]:
-        fresh, limit, self._drift = True, self._config.drift_limit, 0.0
-        for epoch in range(0 if rows is None else self._config.epochs):
+        fresh, self._moved_far = True, False
+        for epoch in range(0 if rows is None else self._plan.epochs):
             rng = np.random.default_rng([self._seed, 2, step, epoch])
             for chosen, weight in minibatches(len(rows), self._batch_size, rng):  # type: ignore[arg-type]
                 yield self._batch(rows.batch(chosen, weight, fresh=fresh))  # type: ignore[union-attr]
                 fresh = False
-                if limit is not None and self._drift > limit:
+                if self._moved_far:
                     return
 
     def _batch(self, rows: dict[str, Any]) -> Any:
@@ -318,9 +311,8 @@ class GroupStream:
         return batch
 
     def notice(self, metrics: Mapping[str, jax.Array]) -> None:
-        """How far the policy is from the one that rolled out decides whether the round goes on."""
-        if self._config.drift_limit is not None:
-            self._drift = float(metrics["ript/drift"])
+        """The agent decides whether the round goes on."""
+        self._moved_far = self._agent.moved_far(metrics)
 
     def metrics(self) -> dict[str, float]:
         """Of the round that is over."""
@@ -329,7 +321,8 @@ class GroupStream:
     def example(self) -> Any:
         """A batch of the first observations of an environment, started for real."""
         observation = _first_observation(self._collector, self._curriculum)
-        rows = first_rows(self._collector.policy, observation, self._horizon)
+        lesson = self._agent.prepare(np.eye(1, self._plan.size))
+        rows = first_rows(self._collector.policy, observation, self._horizon, [*lesson.columns, *lesson.constants])
         chosen = np.zeros(self._batch_size, np.int64)
         return self._batch(rows.batch(chosen, np.ones(self._batch_size, np.float32), fresh=True))
 
@@ -367,5 +360,5 @@ def _first_observation(collector: Collector, curriculum: Curriculum) -> RawObser
 
 
 def _successes(group: list[Rollout]) -> list[float]:
-    """What each rollout is worth: RIPT's reward is success alone."""
+    """What each rollout is worth: success alone."""
     return [float(bool(rollout.episode.success)) for rollout in group]

@@ -7,20 +7,17 @@
 Settings that define the measurement or the length of a run cannot be searched, because trials would not be comparable.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice, product
 from typing import Any
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, tag
 from pirl.errors import ConfigError, did_you_mean
-from pirl.models.config import Pi0Config
 from pirl.recipes.flags import with_peak
 from pirl.recipes.settings import Setting, settings
-from pirl.training.config import AdamW, ConstantSchedule, Schedule
+from pirl.search import Choice, Range, Scalar, peak
 
 RATES = {"pi0_lr": "policy_schedule", "critic_lr": "critic_schedule"}
 """Short names of peak learning rates, and their schedules."""
@@ -32,129 +29,13 @@ FIXED = (
 MOST_COMBINATIONS = 256
 """Combinations to try before a value counts as impossible."""
 
-Scalar = bool | int | float | str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One of a list."""
-
-    values: tuple[Scalar, ...]
-
-    @property
-    def extremes(self) -> tuple[Scalar, ...]:
-        """What has to be possible."""
-        return self.values
-
-    def __contains__(self, value: object) -> bool:
-        return any(value == one and type(value) is type(one) for one in self.values)
-
-    def __str__(self) -> str:
-        return f"[{', '.join(map(json.dumps, self.values))}]"
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"values": list(self.values)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """A number between two ends, both included."""
-
-    low: int | float
-    high: int | float
-    log: bool = False
-    """Sample its logarithm."""
-    whole: bool = False
-    """Whole numbers only."""
-
-    @property
-    def extremes(self) -> tuple[Scalar, ...]:
-        """What has to be possible."""
-        return (self.low, self.high)
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
-
-    def __str__(self) -> str:
-        return f"{{low: {json.dumps(self.low)}, high: {json.dumps(self.high)}{', log: true' if self.log else ''}}}"
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"low": self.low, "high": self.high, "log": self.log}
-
-    def tidy(self, value: int | float) -> int | float:
-        """Round a sample to four digits, within the range."""
-        return int(value) if self.whole else min(max(float(f"{value:.4g}"), self.low), self.high)
-
-
 Space = Mapping[str, Choice | Range]
 """A search space by dotted path."""
 
 
 def default_space(config: RLTrainConfig) -> dict[str, Choice | Range]:
     """The algorithm's most important settings, around the configuration's values."""
-    agent = config.agent
-    if isinstance(agent, BCConfig):
-        found = _bc(config)
-    elif isinstance(agent, ACRLPDConfig):
-        found = _acrlpd(config, agent)
-    else:
-        found = _ript(config, agent)
-    return {path: _holding(item, current(config, path)) for path, item in found}
-
-
-def _bc(config: RLTrainConfig) -> Iterator[tuple[str, Choice | Range]]:
-    yield "pi0_lr", _around(config.policy_schedule)
-    yield "agent.flow_draws", Choice(values=(1, 2, 4))
-    yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))
-    if isinstance(config.policy_optimizer, AdamW):
-        yield "policy_optimizer.weight_decay", Choice(values=(1e-10, 1e-4, 1e-2))
-    if isinstance(config.model, Pi0Config) and config.cameras:
-        yield "agent.augment", Choice(values=(False, True))
-
-
-def _acrlpd(config: RLTrainConfig, agent: ACRLPDConfig) -> Iterator[tuple[str, Choice | Range]]:
-    learns = agent.actor != "best_of_n"  # there the actor does not listen to the critic
-    yield ("pi0_lr", _around(config.policy_schedule)) if learns else ("critic_lr", _around(config.critic_schedule))
-    # A discount is felt by its distance to 1: half and twice the time it looks ahead.
-    discounts = (round(1 - share * (1 - agent.discount), 4) for share in (2.0, 1.0, 0.5))
-    yield "agent.discount", Choice(values=tuple(discount for discount in discounts if discount > 0))
-    yield "agent.critic_updates", Choice(values=(1, 2, 4))
-    if agent.actor == "awr":
-        yield "agent.target_ess", Range(low=0.15, high=0.6)
-    else:
-        yield "agent.num_action_samples", Choice(values=(4, 8, 16))
-    if learns:
-        yield "agent.bc_loss_weight", Choice(values=(0.0, 0.1, 0.3))
-    else:
-        yield "agent.q_aggregation", Choice(values=("mean", "min"))
-
-
-def _ript(config: RLTrainConfig, agent: RIPTConfig) -> Iterator[tuple[str, Choice | Range]]:
-    yield "pi0_lr", _around(config.policy_schedule)
-    if agent.loss != "raw":  # which is a gradient for the first pass only
-        yield "agent.epochs", Choice(values=(1, 2, 4))
-    yield "agent.drift_limit", Choice(values=(0.005, 0.01, 0.02, 0.05))
-    yield "agent.advantage", Choice(values=("rloo", "std"))
-    own: dict[str, tuple[str, Range]] = {
-        "nft": ("agent.nft_beta", Range(low=0.5, high=4.0, log=True)),
-        "awr": ("agent.awr_beta", Range(low=0.2, high=1.0, log=True)),
-        "fpo": ("agent.fpo_clip", Range(low=0.02, high=0.2, log=True)),
-        "cfg": ("agent.condition_dropout", Range(low=0.1, high=0.3)),
-    }
-    if agent.loss in own:
-        yield own[agent.loss]
-
-
-def _around(schedule: Schedule, times: float = 4.0) -> Range:
-    """Learning rates around the schedule's."""
-    peak = _peak(schedule)
-    return Range(low=float(f"{peak / times:.2g}"), high=float(f"{peak * times:.2g}"), log=True)
-
-
-def _peak(schedule: Schedule) -> float:
-    return schedule.lr if isinstance(schedule, ConstantSchedule) else schedule.peak_lr
+    return {path: _holding(item, current(config, path)) for path, item in config.agent.search(config)}
 
 
 def _holding(item: Choice | Range, value: Scalar) -> Choice | Range:
@@ -170,7 +51,7 @@ def _holding(item: Choice | Range, value: Scalar) -> Choice | Range:
 
 def current(config: RLTrainConfig, path: str) -> Any:
     """A setting's current value."""
-    return _peak(getattr(config, RATES[path])) if path in RATES else settings(config)[path].value
+    return peak(getattr(config, RATES[path])) if path in RATES else settings(config)[path].value
 
 
 def changed(config: RLTrainConfig, values: Mapping[str, Any]) -> RLTrainConfig:

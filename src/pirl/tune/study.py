@@ -21,8 +21,9 @@ from pirl.checkpoints.run_directory import LOCK_FILE, lock_run
 from pirl.config import RLTrainConfig
 from pirl.config_io import diff, from_dict, to_dict
 from pirl.errors import ConfigError, listing
+from pirl.search import Choice, Range
 from pirl.training.sinks import JSONL_FILE
-from pirl.tune.space import Choice, Range, Space, changed, current
+from pirl.tune.space import Space, changed, current
 
 JOURNAL_FILE = "study.jsonl"
 METRICS = ("eval/success_rate", "eval/return")

@@ -1,0 +1,121 @@
+"""What every algorithm's settings say to the rest of pirl. No jax here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, ClassVar
+
+from pirl.errors import ConfigError
+from pirl.search import Item
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlan:
+    """The rollouts of one iteration, for algorithms that learn from groups of their own rollouts."""
+
+    size: int
+    """Rollouts of one initial state."""
+    groups: int
+    """Groups to learn from."""
+    max_groups: int
+    """Groups to roll out at most, to find those."""
+    epochs: int
+    """Passes over the rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """The settings of an algorithm. Subclass it, name the algorithm in `agent`, and it is complete."""
+
+    agent: ClassVar[str] = ""
+    """The algorithm's class, as `module:Class`. A name, so that settings are read without jax."""
+    replays: ClassVar[bool] = False
+    """Whether it also learns from episodes that it collects (the `online` settings)."""
+
+    augment: bool = True
+    """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
+    accumulate: int = 1
+    """Split each batch into this many parts to save memory; the gradient is that of the whole batch."""
+
+    def __post_init__(self) -> None:
+        at_least_one(accumulate=self.accumulate)
+
+    @classmethod
+    def kinds(cls) -> tuple[type["AgentConfig"], ...]:
+        """Every algorithm's settings: pirl's own, then those of imported modules."""
+        import_module("pirl.agents.config")
+        found = [kind for kind in _descendants(cls) if kind.agent]
+        return tuple(sorted(found, key=lambda kind: not kind.__module__.startswith("pirl.")))
+
+    @property
+    def learns_values(self) -> bool:
+        """Whether it learns values: its batches then carry next observations, and a run has a critic."""
+        return False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it can choose among several candidate chunks when acting (best of N)."""
+        return False
+
+    @property
+    def uses_dataset(self) -> bool:
+        """Whether it learns from recorded chunks."""
+        return True
+
+    @property
+    def groups(self) -> GroupPlan | None:
+        """The rollouts of one iteration; None for algorithms that do not need any."""
+        return None
+
+    @property
+    def discount(self) -> float:
+        """Discount per environment step; unused by algorithms without values."""
+        return 0.99
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return None
+
+    @property
+    def critic_ema(self) -> float | None:
+        """EMA decay of the critic's weights, or None."""
+        return None
+
+    @property
+    def debug_steps(self) -> int:
+        """Steps of a debug run."""
+        return 10 if self.groups is None else 2
+
+    def without_ema(self) -> "AgentConfig":
+        """The same settings without EMA, to save memory."""
+        return self
+
+    def small(self) -> "AgentConfig":
+        """The same settings for a debug run: same code paths, least work."""
+        return replace(self, accumulate=min(self.accumulate, 2))
+
+    def quick(self) -> "AgentConfig":
+        """The same settings for a run of a few steps with the real model."""
+        return self
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Conflicts with the rest of a run's configuration, as (what is wrong, what to do)."""
+        return iter(())
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """The most important settings to tune, by dotted path."""
+        return iter(())
+
+
+def _descendants(cls: type[AgentConfig]) -> Iterator[type[AgentConfig]]:
+    for kind in cls.__subclasses__():
+        yield kind
+        yield from _descendants(kind)
+
+
+def at_least_one(**values: int) -> None:
+    """Refuse values below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}", hint="it is at least 1")
