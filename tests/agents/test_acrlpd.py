@@ -567,7 +567,7 @@ def test_acting_is_the_critics_choice_among_separate_samples():
     agent = make("best_of_n")
     state, start = make_state(agent), make_batch()["observations"]["state"]
     observation = Observation(images={}, image_masks={}, state=start)
-    act = jax.jit(agent.act, static_argnames="candidates")
+    act = jax.jit(agent.act, static_argnames="best_of")
     keys = jax.random.split(KEY, SIZE)
     chunks, trees, s = act(state, observation, keys), naive_state(state), settings(agent)
     noise = doubles(np.stack([jax.random.normal(key, (NUM, HORIZON, DIM)) for key in keys]))

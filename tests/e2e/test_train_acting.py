@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from collecting_runs import ONLINE, RIPT, make_trouble, online_run, ript_run, saving, traced_once
-from pirl.agents.agent import TrainState
+from pirl.agents.agent import Agent, TrainState
 from pirl.agents.config import RIPTConfig
 from pirl.build import build_agent
 from pirl.checkpoints.weights import load
@@ -179,11 +179,11 @@ def test_from_nothing_but_an_environment(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path.name for path in (stopped.run_dir / "replay").iterdir()} == named
 
 
-class Still:
+class Still(Agent):
     """An agent that does nothing: pictures are all that matters."""
 
     def __init__(self, config: RLTrainConfig) -> None:
-        self.shape = (config.horizon, config.model.action_dim)
+        self.shape, self.config = (config.horizon, config.model.action_dim), config.agent
 
     def init(self, key: Any, policy_params: Any = None) -> TrainState:
         return TrainState(step=0, params={})
@@ -191,7 +191,7 @@ class Still:
     def update(self, state: TrainState, batch: Any, key: Any) -> Any:
         raise NotImplementedError
 
-    def act(self, state: TrainState, observation: Observation, keys: Any) -> Any:
+    def act(self, state: TrainState, observation: Observation, keys: Any, **_: Any) -> Any:
         return jnp.zeros((len(keys), *self.shape))
 
 

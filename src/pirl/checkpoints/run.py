@@ -217,7 +217,7 @@ class Checkpoints:
         folder = self.directory / str(step)
         if reason := damage(folder, contents=False):  # before gigabytes are read
             raise damaged_step(folder, reason)
-        keep_policy = _keeps_policy(folder)
+        keep_policy = keeps_policy(folder)
         like_weights, like_rest = split_state(reference, keep_policy=keep_policy)
         weights: dict[str, Any] = {}
         with verifying(folder):
@@ -334,7 +334,7 @@ def steps_to_keep(steps: list[int], scores: Mapping[int, float], config: Checkpo
     return keep
 
 
-def _keeps_policy(folder: Path) -> bool:
+def keeps_policy(folder: Path) -> bool:
     """Whether the step stores the policy beside the weights to act with, because they differ."""
     keys = read_json(folder / TRAIN_STATE_ITEM / "_METADATA").get("tree_metadata", {})
     return any(str(key).startswith("('groups', 'policy'") for key in keys)

@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
     from pirl.checkpoints.fetch import fetch
     from pirl.checkpoints.inspect import describe
     from pirl.checkpoints.openpi import save_openpi
-    from pirl.models.config import get_preset
+    from pirl.models.config import Pi0Config, get_preset
     from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
 
     path = fetch(args.checkpoint)
     found = describe(path)
     run_config = _run_config(found.path)
-    own = None if run_config is None else run_config.model
+    own = None if run_config is None or not isinstance(run_config.model, Pi0Config) else run_config.model
     config = get_preset(args.model) if args.model else own
     _check_target(args.out, found.path)
     check_replaceable(args.out.expanduser().absolute(), overwrite=args.overwrite)

@@ -19,7 +19,7 @@ from pirl.build import schedules
 from pirl.checkpoints.fetch import to_download
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.restore import check_tree
-from pirl.checkpoints.run import EXTRA_FILE, EXTRA_ITEM, split_state, steps_to_keep
+from pirl.checkpoints.run import EXTRA_FILE, EXTRA_ITEM, keeps_policy, split_state, steps_to_keep
 from pirl.checkpoints.run_directory import METADATA_FILE, check_directory, complete_steps
 from pirl.checkpoints.run_metadata import refused_changes
 from pirl.checkpoints.weights import check_fits
@@ -128,7 +128,7 @@ def folder_problems(config: RLTrainConfig, shapes: TrainState, **modes: bool) ->
             hint=f"start a new run from them: --exp-name NAME --init-weights {folder}",
         )
         return
-    check_tree(item, split_state(shapes)[1])
+    check_tree(item, split_state(shapes, keep_policy=keeps_policy(folder))[1])
     yield from position_problems(config, read_json(folder / EXTRA_ITEM / EXTRA_FILE).get("stream", {}))
 
 
