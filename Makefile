@@ -1,4 +1,5 @@
 # make test     everything CI runs: lint, types, import contracts, tests (installs into .venv first)
+# make quick    lint and the fast two thirds of the tests, in two minutes: for daily work
 # make lint     ruff, mypy and import-linter only
 # make test-sims  tests of the MuJoCo simulators (installs them; they need a GL library of the system)
 # make campaign  attacks: mutants of datasets and files, kills at random moments (minutes; seeded)
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 SOURCES := src tests benchmarks examples tools docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sims campaign lint format coverage bench demo docs docs-serve docs-check clean
+.PHONY: help install test quick test-sims campaign lint format coverage bench demo docs docs-serve docs-check clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -37,7 +38,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-# Two workers: compiling is most of the time and hardly parallel. A file stays with one worker, and so do its fixtures.
+## Two workers: compiling is most of the time and hardly parallel. A file stays with one worker, and so do its fixtures.
 WORKERS ?= 2
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -45,6 +46,16 @@ test: lint
 
 campaign: $(STAMP)
 	CAMPAIGN=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations=0 tests/campaign
+
+## What takes longest and changes least often: whole runs, compiled models, plans of full size, other programs.
+SLOW := benchmarks campaign e2e examples kernels parallel parity planning promises sims tune \
+	models agents/test_acrlpd.py agents/test_ript.py checkpoints/test_checkpoint.py checkpoints/test_weights.py \
+	cli/test_eval_cli.py cli/test_train_cli.py cli/test_tune_cli.py data/test_bad_datasets.py label/test_browser.py \
+	rollout/test_ray.py serve \
+	training/test_acting.py training/test_step.py test_docs.py test_docs_site.py
+quick: lint
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(SLOW:%=--ignore=tests/%)
+	@echo "make quick: passed; make test runs the rest"
 
 coverage: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=pirl --cov-report=
