@@ -28,7 +28,7 @@ def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.split(r" {2,}", row) == ["ACRLPD", "π₀.₅", "lora", "libero", "10, 5 scored", "16", "30,000"]
     assert "rl_fold_box (= acrlpd_aloha_fold)" in shown
     found = re.findall(r"^  (\w+)", pirl(capsys, "recipes", "ls", "droid"), re.MULTILINE)[1:]
-    assert found == [name for name in recipes.list_configs() if "droid" in name]
+    assert found == [name for name in (*recipes.list_configs(), *recipes.ALIASES) if "droid" in name]
 
 
 def test_show_prints_yaml_that_is_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,7 @@ def test_mistakes_are_answered(home: Path, capsys: pytest.CaptureFixture[str]) -
         (1, ["bc_tabletop", *usual, "--dials", "rong=1"], "did you mean: wrong"),
         (1, ["bc_tabletop", "--episodes", "2", "--repo-id", "../demos"], "OWNER/NAME"),
         (1, ["bc_tabletop", *usual, "--checkpoint", "nowhere/5"], "there is nothing at"),
-        (1, ["bc_tabletop", *usual, "--env.image-size", "2"], "at least 8 pixels"),
+        (1, ["bc_tabletop", *usual, "--env.image-size", "2"], "image_size is 2\n  hint: it is at least 8"),
         (2, ["bc_tabletop", *usual, "--env.levle", "easy"], "--env.level"),
         (2, ["bc_tabletop", "--episodes", "2"], "--repo-id (or --root) where to"),
         (2, ["bc_tabletop", *usual, "--apend"], "--apend: did you mean --append?"),
