@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pirl.data.dataset import LeRobotSource
+from pirl.data.inspection import inspect_dataset
 from pirl.data.lerobot import read_meta
 from pirl.data.rows import read_columns
 from pirl.errors import DataError
@@ -85,6 +86,24 @@ def test_the_reader_gives_the_rest_of_the_chunk_from_each_step_on(tmp_path: Path
     assert np.isnan(intended[1, 3:]).all()
     assert np.isnan(intended[2]).all()
     np.testing.assert_array_equal(intended[4], chunk + 4)
+
+
+def test_outcomes_may_be_left_to_labels(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "data", fps=10, outcomes=False) as recorder:
+        recorder.start(task="fold")
+        recorder.step(observation(0), np.zeros(2))
+        with pytest.raises(DataError, match="has an outcome"):
+            recorder.end(True)
+        assert recorder.end(note="unclear") == 0
+    found = inspect_dataset(tmp_path / "data")
+    assert found.success == (None,)
+    assert "next.success" not in found.features
+    with Recorder(tmp_path / "other", fps=10) as recorder:
+        recorder.start(task="fold")
+        recorder.step(observation(0), np.zeros(2))
+        with pytest.raises(DataError, match="lacks its outcome"):
+            recorder.end()
+        assert recorder.end(False) == 0  # the episode was still there
 
 
 def test_a_dataset_is_continued(tmp_path: Path) -> None:

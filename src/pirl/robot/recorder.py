@@ -63,8 +63,11 @@ class Recorder:
         min_free_gb: float = 1.0,
         max_pending_gb: float = 1.0,
         codec: str = "av1",
+        outcomes: bool = True,
     ) -> None:
         """`horizon`: steps of a policy's chunk, to record the chunks too (None: do not).
+
+        `outcomes`: False where nobody can say at the robot how an episode ended; `pirl label` says it later.
 
         Disk budget: an episode does not start when the dataset exceeds `max_gb` (10⁹ bytes) or the disk has less than
         `min_free_gb` left. Memory: an episode of which more than `max_pending_gb` wait to be encoded is given up.
@@ -72,7 +75,9 @@ class Recorder:
         self.root = Path(root).expanduser()
         self.horizon = horizon
         self._max_gb, self._min_free_gb, self._max_pending = max_gb, min_free_gb, int(max_pending_gb * 1e9)
+        self._outcomes = outcomes
         self._open = {"do": "open", "root": str(self.root), "fps": fps, "robot_type": robot_type, "codec": codec}
+        self._open["outcomes"] = outcomes
         self._writer: _Writer | None = None
         self._episode: dict[str, Any] | None = None
         self.steps = 0
@@ -121,7 +126,7 @@ class Recorder:
         self._writer.send_step(columns)
         self.steps += 1
 
-    def end(self, success: bool, *, truncated: bool = False, note: str = "") -> int:
+    def end(self, success: bool | None = None, *, truncated: bool = False, note: str = "") -> int:
         """End the episode, wait until it is on disk, and return its index in the dataset.
 
         `truncated`: time ran out, and the task could still have succeeded. A failure that is not truncated is taken as
@@ -131,6 +136,9 @@ class Recorder:
             raise DataError(f"{self.root}: no episode is running", hint="call start(task=...) first")
         if not self.steps:
             raise DataError(f"{self.root}: the episode has no steps", hint="record some steps, or discard()")
+        if self._outcomes != (success is not None):
+            said = "lacks its outcome" if self._outcomes else "has an outcome, but this recorder stores none"
+            raise DataError(f"{self.root}: the episode {said}", hint="end(success=True), or Recorder(outcomes=False)")
         task, self._episode = self._episode["task"], None
         last = {"success": bool(success), "truncated": bool(truncated) and not success, "note": note}
         if self._writer.overrun:

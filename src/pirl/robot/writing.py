@@ -108,13 +108,14 @@ class DatasetWriter:
         note: str = "",
     ) -> None:
         assert self._writer is not None
-        outcome = {NEXT_SUCCESS: success, NEXT_DONE: done, NEXT_TRUNCATED: truncated, NOTE: note}
-        self._writer.add_frame({**columns, **outcome})
+        outcome = {NEXT_SUCCESS: success, NEXT_DONE: done, NEXT_TRUNCATED: truncated}
+        self._writer.add_frame({**columns, **(outcome if self._opening["outcomes"] else {}), NOTE: note})
 
     def _open(self, columns: dict[str, Any]) -> LeRobotWriter:
         flag = {"dtype": "bool", "shape": [1], "names": None}
         features = {key: _feature(value) for key, value in columns.items()}
-        features |= dict.fromkeys((NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED), flag)
+        if self._opening["outcomes"]:
+            features |= dict.fromkeys((NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED), flag)
         features[NOTE] = {"dtype": "string", "shape": [1], "names": None}
         until = time.monotonic() + _LOCK_SECONDS
         while True:
