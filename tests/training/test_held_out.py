@@ -15,6 +15,7 @@ import pytest
 from pirl.agents.agent import TrainState
 from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.build import build_agent
+from pirl.checkpoints.ownership import foreign_in_run
 from pirl.config import EarlyStop, RLTrainConfig
 from pirl.data.held_out import rows_of
 from pirl.errors import CheckpointError, ConfigError
@@ -269,6 +270,12 @@ def test_a_resumed_run_measures_what_the_whole_one_did(trained: tuple[RLTrainCon
     last = [one for one in records(again.run_dir) if one["step"] == 11]
     assert last == [one for one in records(config.run_dir) if one["step"] == 11]
     assert (again.run_dir / FILE).read_text() == (config.run_dir / FILE).read_text()
+
+
+def test_what_it_writes_is_the_run_s_and_goes_with_it(trained: tuple[RLTrainConfig, Recorder]) -> None:
+    config, _ = trained
+    assert (config.run_dir / FILE).is_file()
+    assert not foreign_in_run(config.run_dir)
 
 
 def test_another_split_is_another_dataset(trained: tuple[RLTrainConfig, Recorder]) -> None:

@@ -10,7 +10,7 @@ from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, HANDOVER_FILE, PARAMS_ITEM, 
 
 RUN_FILES = (
     *("metadata.json", ".lock", "config.yaml", "metrics.jsonl", "metrics.csv", "first_batch.png"),
-    *("report.html", "eval.json", "filmstrip.png"),
+    *("report.html", "eval.json", "filmstrip.png", "held_out.json"),
 )
 RUN_FOLDERS = ("replay", "rollouts", "evaluations", "compared_with", "tensorboard", "wandb")
 STEP_NAMES = frozenset(
