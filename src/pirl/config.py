@@ -19,6 +19,7 @@ from pirl.envs.config import EnvConfig
 from pirl.errors import ConfigError, did_you_mean, numbered
 from pirl.models.config import FreezeRule, MLPFlowConfig, Pi0Config
 from pirl.models.critic_config import CriticConfig
+from pirl.ranges import Checked, Count, Natural, NotNegative, Positive
 from pirl.records import BatchSizes
 from pirl.rollout.config import CurriculumConfig, EvalConfig, OnlineConfig, RolloutConfig
 from pirl.training.config import (
@@ -41,47 +42,33 @@ _VOCABULARY = {"paligemma": 257_152, "byte": 259, "word": 512}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyStop:
+class EarlyStop(Checked):
     """Early stopping."""
 
     metric: str = "eval/success_rate"
     """Metric to watch."""
-    patience: int = 10
+    patience: Count = 10
     """Measurements without improvement before the run stops."""
-    min_delta: float = 0.001
+    min_delta: NotNegative = 0.001
     """Smallest change that counts as an improvement."""
     mode: Literal["max", "min"] = "max"
     """Whether to maximise or minimise the metric."""
 
-    def __post_init__(self) -> None:
-        if self.patience < 1 or not self.min_delta >= 0:
-            raise ConfigError(
-                f"early_stop: patience is {self.patience}, min_delta is {self.min_delta}",
-                hint="patience is at least 1, min_delta is not negative",
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
-class WatchdogConfig:
+class WatchdogConfig(Checked):
     """Health checks during training; each alarm is raised once."""
 
     enabled: bool = True
     """Run the checks."""
     stop: bool = False
     """Stop the run at an alarm instead of only warning. The last checkpoint stays."""
-    patience: int = 5
+    patience: Count = 5
     """Consecutive bad records before an alarm."""
-    hang_seconds: float = 300.0
+    hang_seconds: Positive = 300.0
     """Report a hang when a step takes longer than this and twenty times longer than usual."""
-    disk_gib: float = 2.0
+    disk_gib: NotNegative = 2.0
     """Warn below this much free disk, in GiB."""
-
-    def __post_init__(self) -> None:
-        if self.patience < 1 or not self.hang_seconds > 0 or not self.disk_gib >= 0:
-            raise ConfigError(
-                f"watchdog: patience {self.patience}, hang_seconds {self.hang_seconds}, disk_gib {self.disk_gib}",
-                hint="patience is at least 1, the time positive, the space not negative",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +86,7 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLTrainConfig:
+class RLTrainConfig(Checked):
     """A training run."""
 
     name: str
@@ -147,13 +134,13 @@ class RLTrainConfig:
     """The device mesh."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Where and how often to save, and which steps to keep."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Chunks per step, across all devices and hosts."""
-    num_train_steps: int = 30_000
+    num_train_steps: Count = 30_000
     """Policy updates; for algorithms that roll out groups (RIPT), iterations of collecting and learning."""
-    log_interval: int = 100
+    log_interval: Count = 100
     """Steps between log lines."""
-    seed: int = 42
+    seed: Natural = 42
     """Seed of initial weights, noise, augmentation and dropout. `data.seed` determines the batches."""
     sinks: tuple[SinkName, ...] = ()
     """Services that also receive the metrics. A missing or offline service never fails a run."""
@@ -169,6 +156,7 @@ class RLTrainConfig:
     """Log device memory after loading, compilation and the first steps, and the training state's share."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for what, value in (("name", self.name), ("exp_name", self.exp_name)):
             if not _NAME.fullmatch(value):
                 raise ConfigError(
@@ -176,11 +164,6 @@ class RLTrainConfig:
                 )
         if self.init_weights is not None and self.init_weights.lower() in ("none", "null"):
             object.__setattr__(self, "init_weights", None)
-        for what in ("batch_size", "num_train_steps", "log_interval"):
-            if getattr(self, what) < 1:
-                raise ConfigError(f"{what} is {getattr(self, what)}", hint="it is at least 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}", hint="seeds are not negative")
         if self.eval_fn is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.eval_fn):
             raise ConfigError(f"eval_fn is {self.eval_fn!r}", hint="module:function, such as my_robot:reached")
         if len(set(self.sinks)) < len(self.sinks):

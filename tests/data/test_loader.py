@@ -417,7 +417,7 @@ def test_wrong_arguments_are_refused(loader_of):
         ({"episodes_per_memory_pool": 0}, "episodes_per_memory_pool is 0"),
         ({"steps_per_memory_pool": 0}, "steps_per_memory_pool is 0"),
         ({"online_fraction": 1.5}, "online_fraction is 1.5"),
-        ({"replay_gb": 0.0}, "0.0 GB"),
+        ({"replay_gb": 0.0}, "replay_gb is 0.0"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"seed": -1}, "seed is -1"),
     ],

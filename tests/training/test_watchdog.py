@@ -112,5 +112,5 @@ def test_a_hanging_step_is_noticed_from_beside(tmp_path: Path) -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="patience 0"):
+    with pytest.raises(ConfigError, match="patience is 0"):
         WatchdogConfig(patience=0)

@@ -66,7 +66,7 @@ def test_a_file() -> None:
         ("agent.discount: 0.9", "agent.discount is 0.9", "a list of values"),
         ("agent.discount: [0.9]", "agent.discount lists [0.9]", "two values or more"),
         ("agent.discount: [0.9, 0.9]", "lists [0.9, 0.9]", "each once"),
-        ("agent.discount: [0.9, 1.5]", "agent.discount cannot be 1.5: discount is 1.5", "between 0 and 1"),
+        ("agent.discount: [0.9, 1.5]", "agent.discount cannot be 1.5: agent.discount is 1.5", "between 0 and 1"),
         ("agent.discount: [0.9, high]", "agent.discount cannot be 'high': agent.discount: found the text", ""),
         ("agent.actor: [awr, distil]", "unknown value of agent.actor: 'distil'", "did you mean: distill"),
         ("agent.actor: {low: 1, high: 2}", "agent.actor is not a number", "[a, b]"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
-from pirl.errors import ConfigError
+from pirl.ranges import Checked, Count
 from pirl.search import Item
 
 
@@ -24,7 +24,7 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig:
+class AgentConfig(Checked):
     """The settings of an algorithm. Subclass it, name the algorithm in `agent`, and it is complete."""
 
     agent: ClassVar[str] = ""
@@ -34,11 +34,8 @@ class AgentConfig:
 
     augment: bool = True
     """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Split each batch into this many parts to save memory; the gradient is that of the whole batch."""
-
-    def __post_init__(self) -> None:
-        at_least_one(accumulate=self.accumulate)
 
     @classmethod
     def kinds(cls) -> tuple[type["AgentConfig"], ...]:
@@ -112,10 +109,3 @@ def _descendants(cls: type[AgentConfig]) -> Iterator[type[AgentConfig]]:
     for kind in cls.__subclasses__():
         yield kind
         yield from _descendants(kind)
-
-
-def at_least_one(**values: int) -> None:
-    """Refuse values below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}", hint="it is at least 1")

@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pirl.agents.agent_config import AgentConfig, GroupPlan, at_least_one
+from pirl.agents.agent_config import AgentConfig, GroupPlan
 from pirl.errors import ConfigError, PirlWarning
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
+from pirl.ranges import Bounds, Count, Decay, Inside, Natural, NotNegative, Positive, Share
 from pirl.search import Choice, Item, Range, around
 from pirl.training.config import AdamW
 
@@ -34,17 +35,13 @@ class BCConfig(AgentConfig):
 
     agent: ClassVar[str] = "pirl.agents.bc:BC"
 
-    flow_draws: int = 1
+    flow_draws: Count = 1
     """Points of the flow per chunk and step. More cost little: the prefix is shared."""
     mask_padding: bool = False
     """Leave steps behind the end of an episode and padded action dimensions out of the loss. OpenPI averages over
     them; masking changes the numbers, not the optimum."""
-    ema_decay: float | None = 0.99
+    ema_decay: Decay | None = 0.99
     """Average the weights for acting and for checkpoints; None acts with the weights themselves."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_one(flow_draws=self.flow_draws)
 
     @property
     def policy_ema(self) -> float | None:
@@ -73,7 +70,7 @@ class ACRLPDConfig(AgentConfig):
     agent: ClassVar[str] = "pirl.agents.acrlpd:ACRLPD"
     replays: ClassVar[bool] = True
 
-    discount: float = 0.99
+    discount: Inside = 0.99
     """Per environment step. A good start is 1 - 1/(steps of a long episode)."""
     reward_low: float = 0.0
     """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
@@ -83,55 +80,44 @@ class ACRLPDConfig(AgentConfig):
     """Sparse rewards: at most one step of an episode pays anything. Bounds the values more tightly."""
     actor: Actor = "awr"
     """How the critic reaches the actor."""
-    num_action_samples: int = 4
+    num_action_samples: Count = 4
     """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N acting."""
-    flow_steps: int = 10
+    flow_steps: Count = 10
     """Euler steps per candidate."""
     q_aggregation: Aggregation = "mean"
     """How the target critics' values become one."""
-    target_update_rate: float = 0.005
+    target_update_rate: Share = 0.005
     """τ: how far the target critic moves towards the critic in each update."""
-    critic_updates: int = 1
+    critic_updates: Count = 1
     """Critic updates per actor update (update-to-data ratio), on features that are computed once."""
-    target_ess: float = 0.4
-    """Effective sample size of the advantage weights, as a share of the batch; the temperature β is adapted to it."""
+    target_ess: Inside = 0.4
+    """Effective sample size of the advantage weights, as a share of the batch; the temperature β is adapted to it.
+    0.3 to 0.5 works."""
     beta_init: float = 0.1
     """Temperature to start with, as a share of the value range."""
     weight_cap: float = 20.0
     """Largest advantage weight."""
-    bc_loss_weight: float = 0.1
+    bc_loss_weight: Share = 0.1
     """Share of the actor's loss that imitates the data whatever the critic thinks."""
-    actor_warmup_steps: int = 0
+    actor_warmup_steps: Natural = 0
     """For so many steps the actor imitates the data alone while the critic learns."""
     calql_weight: float = 0.0
     """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0 is off."""
-    flow_draws: int = 1
+    flow_draws: Count = 1
     """Points of the flow per chunk and step."""
     flow_times: FlowTimes = "beta"
     """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
     clip_targets: bool = True
     """Clip targets to the returns that the rewards allow. Q-chunking does not; `hl_gauss` clips in any case."""
-    policy_ema_decay: float | None = 0.999
+    policy_ema_decay: Decay | None = 0.999
     """Average of the policy, for acting, targets and checkpoints; None turns it off."""
-    critic_ema_decay: float | None = 0.99
+    critic_ema_decay: Decay | None = 0.99
     """Average of the critic, for choosing among candidates when acting; None turns it off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least_one(
-            num_action_samples=self.num_action_samples,
-            flow_steps=self.flow_steps,
-            critic_updates=self.critic_updates,
-            flow_draws=self.flow_draws,
-        )
-        if not 0 < self.discount < 1:
-            raise ConfigError(f"discount is {self.discount}", hint="it lies between 0 and 1, both excluded")
         if not self.reward_low < self.reward_high:
             raise ConfigError(f"rewards lie between {self.reward_low} and {self.reward_high}", hint="low before high")
-        if not 0 <= self.bc_loss_weight <= 1:
-            raise ConfigError(f"bc_loss_weight is {self.bc_loss_weight}", hint="it is a share between 0 and 1")
-        if not 0 < self.target_ess < 1:
-            raise ConfigError(f"target_ess is {self.target_ess}", hint="a share between 0 and 1; 0.3 to 0.5 works")
 
     @property
     def learns_values(self) -> bool:
@@ -211,58 +197,43 @@ class RIPTConfig(AgentConfig):
 
     loss: GroupLoss = "nft"
     """How advantages reach the policy."""
-    group_size: int = 8
+    group_size: Annotated[int, Bounds(low=2)] = 8
     """K: rollouts of one initial state. Their mean is the baseline."""
-    groups_per_iteration: int = 16
+    groups_per_iteration: Count = 16
     """Groups to learn from in each iteration; groups in which all rollouts are worth the same do not count."""
-    max_attempts: float = 4.0
+    max_attempts: Annotated[float, Bounds(low=1)] = 4.0
     """Groups that may be rolled out to find those, as a multiple of `groups_per_iteration`; then the iteration goes on
     with what it has."""
-    epochs: int = 2
+    epochs: Count = 2
     """Passes over the rollouts of an iteration."""
-    drift_limit: float | None = 0.02
+    drift_limit: Positive | None = 0.02
     """Go on to the next iteration once `ript/drift`, the mean squared distance of the velocities to those of the policy
     that rolled out, is above this; None makes all passes."""
     advantage: GroupAdvantage = "rloo"
     """What a rollout is compared with."""
-    nft_beta: float = 1.0
+    nft_beta: Positive = 1.0
     """β of `nft`: the best velocity is v_old + A (u - v_old) / β, so a larger one moves less."""
-    awr_beta: float = 0.5
+    awr_beta: Positive = 0.5
     """Temperature of `awr`: smaller is greedier."""
-    weight_cap: float = 20.0
+    weight_cap: Annotated[float, Bounds(low=1)] = 20.0
     """Largest weight of `awr`, before weights are divided by their mean."""
-    fpo_clip: float = 0.05
-    """How far the ratio of `fpo` may leave 1 before it stops counting."""
-    condition_dropout: float = 0.2
-    """Share of the unconditional branch in the loss of `cfg`."""
-    guidance: float = 1.0
+    fpo_clip: Inside = 0.05
+    """How far the ratio of `fpo` may leave 1 before it stops counting; 0.05 is FPO's own."""
+    condition_dropout: Decay = 0.2
+    """Share of the unconditional branch in the loss of `cfg`; 0.1 to 0.3 works."""
+    guidance: NotNegative = 1.0
     """Guidance scale of `cfg` when acting: 1 is the conditional policy, more extrapolates."""
-    bc_weight: float = 0.0
+    bc_weight: NotNegative = 0.0
     """Weight of imitation of demonstrations beside the rollouts; 0 needs no demonstrations."""
-    flow_draws: int = 4
+    flow_draws: Count = 4
     """Points of the flow per chunk and step. More cost little: the prefix is shared."""
-    ema_decay: float | None = None
+    ema_decay: Decay | None = None
     """Average the weights for acting and for checkpoints; None acts with the weights themselves."""
     augment: bool = False
     """Augment pictures. The policy rolled out on pictures as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least_one(groups_per_iteration=self.groups_per_iteration, epochs=self.epochs, flow_draws=self.flow_draws)
-        for name in ("nft_beta", "awr_beta") + (() if self.drift_limit is None else ("drift_limit",)):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}", hint="it is above 0")
-        for name, low in (("group_size", 2), ("max_attempts", 1), ("weight_cap", 1), ("guidance", 0), ("bc_weight", 0)):
-            if not getattr(self, name) >= low:
-                raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"it is at least {low}")
-        if not 0 < self.fpo_clip < 1:
-            raise ConfigError(f"fpo_clip is {self.fpo_clip}", hint="it lies between 0 and 1; 0.05 is FPO's own")
-        if not 0 <= self.condition_dropout < 1:
-            raise ConfigError(
-                f"condition_dropout is {self.condition_dropout}", hint="a share below 1; 0.1 to 0.3 works"
-            )
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise ConfigError(f"ema_decay is {self.ema_decay}", hint="it lies between 0 and 1, or there is none")
         if self.guidance != 1 and self.loss != "cfg":
             raise ConfigError(
                 f"guidance is {self.guidance} and the loss is {self.loss!r}", hint="only `cfg` has two branches to mix"

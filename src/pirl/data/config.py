@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pirl.errors import ConfigError
+from pirl.ranges import Checked, Count, Natural, Positive, Share
 
 Boundary = Literal["pad", "drop"]
 """Where an episode ends inside a chunk, the critic learns from the executed part (`pad`) or skips it (`drop`)."""
@@ -26,7 +27,7 @@ _REWARDS = {"sparse_success": (0.0, 1.0), "step_penalty": (-1.0, 0.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked):
     """Datasets, frame cache, Q-chunks and replay buffer."""
 
     repo_ids: tuple[str, ...] = ()
@@ -69,28 +70,30 @@ class DataConfig:
     of every outcome, chosen by `seed`; those recorded later do not change the choice. 0: none."""
     boundary: Boundary = "pad"
     """Where an episode ends inside a chunk, the critic learns from the executed part (pad) or skips it (drop)."""
-    critic_horizon: int | None = None
+    critic_horizon: Count | None = None
     """Steps the critic scores, usually the steps executed before replanning. None: the whole chunk."""
-    episodes_per_memory_pool: int | None = 64
+    episodes_per_memory_pool: Count | None = 64
     """Episodes per memory pool (cache pool); memory holds twice as many."""
-    steps_per_memory_pool: int = 500
+    steps_per_memory_pool: Count = 500
     """Batches drawn from one memory pool before the next takes over."""
     balance: bool = False
     """Sample successes and failures equally often. Biases the critic towards a success rate of one half."""
-    online_fraction: float = 0.5
+    online_fraction: Share = 0.5
     """Share of each batch from the replay buffer, once it has data (RLPD: half)."""
     online_imitated: Imitated = "successes"
     """Which replay chunks the actor imitates. The critic learns from all."""
-    replay_episodes: int = 1000
+    replay_episodes: Count = 1000
     """Capacity of the replay buffer, in episodes."""
-    replay_gb: float = 16.0
+    replay_gb: Positive = 16.0
     """Capacity of the replay buffer, in gigabytes (10⁹ bytes)."""
-    prefetch: int = 2
+    prefetch: Natural = 2
     """Batches prepared ahead in a thread. 0: prepare on demand."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of all sampling: batch k depends only on the seed and k."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+
         def refuse(problem: str, hint: str) -> None:
             raise ConfigError(f"data: {problem}", hint=hint)
 
@@ -113,22 +116,8 @@ class DataConfig:
             )
         if not (0 <= self.held_out <= 0.5 or self.held_out >= 1) or (self.held_out % 1 and self.held_out > 1):
             refuse(f"held_out is {self.held_out:g}", "a share up to 0.5, a whole number of episodes per outcome, or 0")
-        if self.critic_horizon is not None and self.critic_horizon < 1:
-            refuse(f"critic_horizon is {self.critic_horizon}", "the critic scores at least one step")
-        if self.episodes_per_memory_pool is not None and self.episodes_per_memory_pool < 1:
-            refuse(f"episodes_per_memory_pool is {self.episodes_per_memory_pool}", "at least 1, or none for all")
         if self.cache == "pool" and self.episodes_per_memory_pool is None:
             refuse("cache is 'pool' without episodes_per_memory_pool", "say how many episodes a pool has")
-        if self.steps_per_memory_pool < 1:
-            refuse(f"steps_per_memory_pool is {self.steps_per_memory_pool}", "a pool serves at least one batch")
-        if not 0 <= self.online_fraction <= 1:
-            refuse(f"online_fraction is {self.online_fraction}", "it is a share between 0 and 1")
-        if self.replay_episodes < 1 or not self.replay_gb > 0:
-            refuse(f"replay of {self.replay_episodes} episodes, {self.replay_gb} GB", "both must be positive")
-        if self.prefetch < 0:
-            refuse(f"prefetch is {self.prefetch}", "0 or more batches")
-        if self.seed < 0:
-            refuse(f"seed is {self.seed}", "seeds are not negative")
 
     @property
     def success_files(self) -> tuple[str | None, ...]:

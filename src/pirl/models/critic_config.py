@@ -5,6 +5,7 @@ from typing import Literal
 
 from pirl.errors import ConfigError, did_you_mean
 from pirl.models.config import DType
+from pirl.ranges import Checked, Count, Decay, Positive
 
 LossKind = Literal["hl_gauss", "huber", "mse"]
 """`hl_gauss`: classify a histogram of the return. `huber`, `mse`: regress the mean."""
@@ -13,16 +14,16 @@ Aggregation = Literal["mean", "min", "random_pair"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
+class CriticConfig(Checked):
     """An ensemble of Q(s, a_0 … a_{h-1}). The data determines chunk length and action size."""
 
-    num_critics: int = 2
+    num_critics: Count = 2
     """Ensemble size."""
-    hidden: tuple[int, ...] = (512, 512, 512)
+    hidden: tuple[Count, ...] = (512, 512, 512)
     """Widths of the hidden layers."""
     loss: LossKind = "hl_gauss"
     """Predict a histogram of the return (hl_gauss) or its mean (huber, mse)."""
-    bins: int = 101
+    bins: Count = 101
     """Bins of the histogram (hl_gauss)."""
     sigma_ratio: float = 0.75
     """Standard deviation of a target's Gaussian, in bins (hl_gauss)."""
@@ -30,41 +31,28 @@ class CriticConfig:
     """Errors beyond this are penalised linearly (huber)."""
     dtype: DType = "float32"
     """Type of the hidden layers' matmuls. `bfloat16` is faster when scoring many candidates from states."""
-    dropout: float = 0.0
+    dropout: Decay = 0.0
     """Dropout rate of the hidden layers."""
-    action_clip: float = 1.5
-    """Clip normalised actions to ± this before scoring. Above 1, because z-scored data exceed 1."""
-    num_queries: int = 8
+    action_clip: Positive = 1.5
+    """Clip normalised actions to ± this before scoring. Above 1, because z-scored data exceed 1;
+    inf does not clip."""
+    num_queries: Count = 8
     """Learned queries that attend to the prefix, one summary each (critics on prefix features)."""
-    pool_width: int = 1024
+    pool_width: Count = 1024
     """Size of a query's summary, over all heads."""
-    pool_heads: int = 8
+    pool_heads: Count = 8
     """Attention heads per query."""
-    embedding_width: int = 512
+    embedding_width: Count = 512
     """Size of the joint embedding of prefix and proprioception."""
 
     def __post_init__(self) -> None:
-        sizes = {
-            "num_critics": self.num_critics,
-            "bins": self.bins,
-            "num_queries": self.num_queries,
-            "pool_width": self.pool_width,
-            "pool_heads": self.pool_heads,
-            "embedding_width": self.embedding_width,
-        }
-        for name, size in (*sizes.items(), *(("a hidden layer", width) for width in self.hidden)):
-            if size < 1:
-                raise ConfigError(f"the critic's {name} is {size}", hint="it must be at least 1")
+        super().__post_init__()
         if not self.hidden:
             raise ConfigError(
                 "the critic has no hidden layer", hint="actions enter at hidden layers: give at least one"
             )
         if self.pool_width % self.pool_heads:
             raise ConfigError(f"pool_width {self.pool_width} is not divisible by {self.pool_heads} pool_heads")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout is {self.dropout}", hint="it is a share of the units: 0 to below 1")
-        if not self.action_clip > 0:
-            raise ConfigError(f"action_clip is {self.action_clip}", hint="it must be positive; inf does not clip")
 
     @property
     def outputs(self) -> int:
