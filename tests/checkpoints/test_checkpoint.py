@@ -304,7 +304,9 @@ def test_restored_on_other_numbers_of_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [KEEP_ALL, SYNC])
-def test_a_full_disk_is_an_error_and_costs_nothing_but_that_step(tmp_path: Path, config: CheckpointConfig) -> None:
+def test_a_full_disk_is_an_error_and_costs_nothing_but_that_step(
+    tmp_path: Path, config: CheckpointConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     state = make_state(width=50_000)
     with Checkpoints(tmp_path / "run", replace(config, keep_last=1)) as checkpoints:
         checkpoints.save(1, state)
@@ -317,6 +319,7 @@ def test_a_full_disk_is_an_error_and_costs_nothing_but_that_step(tmp_path: Path,
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert "Complete steps are untouched: 1" in caught.value.hint
+        assert not [record for record in caplog.records if record.levelname == "ERROR"], "said once, by the error"
         assert listing(tmp_path / "run") == ["1", "metadata.json"]
         assert_same(checkpoints.restore(shapes(state)), state)
         assert checkpoints.save(2, state)

@@ -69,7 +69,8 @@ def test_its_commands_are_understood_and_start_from_one_another(tmp_path: Path, 
     trained = {}
     for command in done:
         if command[0] == "train":
-            config = cli(command[1:])
+            assert command[-2:] == ["--resume", "auto"]
+            config = cli(command[1:-2])
             trained[config.run_dir / str(config.num_train_steps)] = config
         else:
             app.build_parser(command).parse_args(command)

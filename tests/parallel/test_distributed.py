@@ -14,8 +14,17 @@ import pytest
 
 from pirl.agents.agent import TrainState
 from pirl.checkpoints.run import Checkpoints
-from pirl.errors import ConfigError
-from pirl.parallel.distributed import Place, barrier, find_place, host_slice, initialize, is_main
+from pirl.errors import CheckpointError, ConfigError
+from pirl.parallel.distributed import (
+    LostProcessError,
+    Place,
+    all_alive,
+    barrier,
+    find_place,
+    host_slice,
+    initialize,
+    is_main,
+)
 from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.training.config import CheckpointConfig
 
@@ -225,6 +234,25 @@ def test_incomplete_or_wrong_arguments_are_refused(arguments: tuple, words: str)
         find_place({}, *arguments)
     with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES"):
         find_place({"JAX_COORDINATOR_ADDRESS": "a:1"})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("UNKNOWN: Gloo all-reduce failed: Read error [127.0.0.1]:44243: Connection reset by peer"),
+        CheckpointError("step 40 could not be saved: Gloo AllGather failed: Connection closed by peer", hint="disk?"),
+        RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout. This indicates that the remote task has failed"),
+    ],
+)
+def test_what_fails_because_another_process_is_gone_says_so(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(type(error)), all_alive():  # alone, nobody can be lost
+        raise error
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(LostProcessError, match="process 0 of 2 lost another one") as caught, all_alive():
+        raise error
+    assert "--resume auto" in caught.value.hint
+    with pytest.raises(ZeroDivisionError), all_alive():
+        raise ZeroDivisionError
 
 
 def test_one_process_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from pirl.checkpoints.checksums import seal
 from pirl.checkpoints.ownership import is_export, is_unfinished_export
+from pirl.checkpoints.quiet import quieten_orbax
 from pirl.checkpoints.run_directory import reason_of
 from pirl.errors import CheckpointError, PirlError
 from pirl.files import sync
@@ -32,6 +33,7 @@ def fresh_directory(target: str | os.PathLike[str], *, overwrite: bool) -> Itera
     What was at `target` is moved aside first and deleted only once the new folder is in its place; only an earlier
     export is replaced. With several processes all enter the block and the first one does the moving.
     """
+    quieten_orbax()
     final = Path(target).expanduser().absolute()
     check_replaceable(final, overwrite=overwrite)
     temporary, aside = final.with_name(f".{final.name}.writing"), final.with_name(f".{final.name}.replaced")

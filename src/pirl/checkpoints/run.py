@@ -30,6 +30,7 @@ from pirl.agents.agent import TrainState
 from pirl.checkpoints.checksums import damage, damaged_step, extra_text, read_extra, seal, verifying
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.ownership import foreign_in_step
+from pirl.checkpoints.quiet import quieten_orbax
 from pirl.checkpoints.restore import check_types, restore_tree
 from pirl.checkpoints.run_directory import (
     METADATA_FILE,
@@ -73,6 +74,7 @@ class Checkpoints:
         One process (or group of processes) at a time may write into a run; what an interrupted save or deletion left
         behind is removed first. `read_only` looks at a run, also while it is being trained, and changes nothing.
         """
+        quieten_orbax()
         self.directory = Path(directory).expanduser().absolute()
         self.config = config
         self._run = as_json(dict(run or {}))

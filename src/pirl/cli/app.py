@@ -212,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PirlError as error:
             _fail("error", error.message, error.hint)
             code = 1
+            if argv is None and type(error).__name__ == "LostProcessError":  # jax would wait for the others at its exit
+                os._exit(code)
         except Exception as error:
             hint = "" if _debugging() else "run again with PIRL_DEBUG=1 for the traceback"
             _fail("internal error", f"{type(error).__name__}: {error}", hint)

@@ -37,7 +37,7 @@ class Stage:
     seconds: int
     """Measured on two cores; used to estimate the time left."""
     resumable: bool = False
-    """Continues with `--resume` if it was started before."""
+    """Starts or goes on with `--resume auto`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{head}: is there already ({stage.product})")
             continue
         left = sum(other.seconds for other in missing[missing.index(stage) :]) * pace
-        command = [*stage.command, *(["--resume"] if stage.resumable and stage.product.parent.is_dir() else [])]
+        command = [*stage.command, *(["--resume", "auto"] if stage.resumable else [])]
         print(f"\n{head}  (about {max(1, round(left / 60))} min left)\n$ pirl {shlex.join(command)}", flush=True)
         began = time.monotonic()
         if code := main(command):

@@ -14,8 +14,10 @@ per node each drives one (`JAX_LOCAL_DEVICE_IDS` says otherwise).
 
 import logging
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,15 @@ _barriers: Counter[str] = Counter()
 
 class DistributedError(PirlError):
     """Processes that did not find each other, or did not wait for each other."""
+
+
+class LostProcessError(DistributedError):
+    """Another process of the run is gone. What is left cannot say goodbye to it: this process ends at once."""
+
+
+HEARTBEAT_SECONDS = 40
+"""A process that is silent for so long is taken for dead, and JAX ends all others."""
+_LOST = re.compile(r"gloo|nccl|heartbeat|coordination.?service|(reset|closed) by peer|socket closed", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +125,7 @@ def initialize(
             local_device_ids=[] if place.all_local_devices and "JAX_LOCAL_DEVICE_IDS" not in os.environ else None,
             cluster_detection_method=None if place.coordinator is None else "deactivate",
             initialization_timeout=int(timeout),
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except Exception as error:
         address = place.coordinator or f"the first node of {place.launcher}"
@@ -124,6 +136,23 @@ def initialize(
             f"{place.num_processes - 1}, and before anything else uses jax; proxies (http_proxy) can block them",
         ) from error
     return place
+
+
+@contextmanager
+def all_alive() -> Iterator[None]:
+    """What a process raises because another one is gone, as an error that says so."""
+    try:
+        yield
+    except Exception as error:
+        chain = [str(one) for one in (error, error.__cause__, error.__context__) if one is not None]
+        if jax.process_count() > 1 and any(_LOST.search(text) for text in chain):
+            raise LostProcessError(
+                f"process {jax.process_index()} of {jax.process_count()} lost another one: "
+                f"{chain[-1].splitlines()[0][:300]}",
+                hint="its own log, or the scheduler's, says why; start all of them again with --resume auto: complete "
+                "steps are untouched",
+            ) from error
+        raise
 
 
 def is_main() -> bool:

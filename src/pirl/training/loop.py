@@ -70,7 +70,7 @@ def train(
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
     preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
     agent, transform = build_agent(with_choices(config)), build_transform(config)
-    with ExitStack() as parts:
+    with distributed.all_alive(), ExitStack() as parts:
         parts.enter_context(jax.debug_nans(config.debug_nans))
         update = parts.enter_context(Step(agent, mesh, shapes))
         if dry_run:
