@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.agent_config import AgentConfig, GroupPlan
 from pirl.errors import ConfigError, PirlWarning
 from pirl.models.config import FlowTimes
@@ -12,6 +13,8 @@ from pirl.models.critic_config import Aggregation
 from pirl.ranges import Bounds, Count, Decay, Inside, Natural, NotNegative, Positive, Share
 from pirl.search import Choice, Item, Range, around
 from pirl.training.config import AdamW
+
+__all__ = ["ACRLPDConfig", "BCConfig", "FilteredConfig", "RECAPConfig", "RIPTConfig"]
 
 Actor = Literal["awr", "distill", "best_of_n"]
 """How the critic reaches the actor. `awr`: data chunks, weighted by their advantage. `distill`: the best of N

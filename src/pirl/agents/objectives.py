@@ -308,6 +308,18 @@ def rloo(returns: Float[Array | np.ndarray, "G K"]) -> Float[Array | np.ndarray,
 # Averages
 
 
+def moving_quantile(
+    quantile: Scalar, values: Float[Array, "B"], level: float, rate: float, *, first: Bool[Array, ""] | bool = False
+) -> Float[Array, ""]:
+    """The quantile of a stream of batches: it moves towards that of the latest one, and starts at the `first` one's.
+
+    NaN counts as the lowest. Where the quantile of a batch is not finite, nothing moves.
+    """
+    latest = jnp.quantile(jnp.nan_to_num(values, nan=-1e30), level, method="lower")
+    moved = jnp.where(first, latest, (1 - rate) * quantile + rate * latest)
+    return jax.lax.stop_gradient(jnp.where(latest > -1e29, moved, quantile))
+
+
 def masked_mean(x: Float[Array, "..."], mask: Float[Array, "..."] | Bool[Array, "..."]) -> Float[Array, ""]:
     """Mean of x where the mask, broadcast to it, is 1; 0 where it is 1 nowhere. What is masked may be NaN.
 

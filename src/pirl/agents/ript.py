@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Key
 
+from pirl.agents import condition
 from pirl.agents import flow_objectives as fo
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Agent, Lesson, Metrics, Parts, TrainState
@@ -24,7 +25,7 @@ from pirl.agents.learner import Learner, accumulated
 from pirl.errors import ConfigError
 from pirl.models import flow
 from pirl.models.observation import Observation
-from pirl.models.params import Params, flatten, nest
+from pirl.models.params import Params
 from pirl.models.policy import Conditionable, FlowPolicy
 from pirl.records import BatchSizes, BatchSpec, Spec, chunk_spec
 
@@ -126,9 +127,7 @@ class RIPT(Agent):
         policy, policy_opt = self.learner.init(self.policy.init(key) if policy_params is None else policy_params)
         params, opt = {"policy": policy}, {"policy": policy_opt}
         if self.config.loss == "cfg":
-            # Zero, so that nothing changes until it is learned: a random condition would be a random push.
-            bias = flatten(policy)[self._condition_path]
-            params["condition"] = {"embedding": jnp.zeros(bias.shape, jnp.float32)}
+            params["condition"] = {"embedding": condition.fresh(self.policy, policy)}
             opt["condition"] = self._condition_learner.init(params["condition"])[1]
         ema = {} if self.learner.ema_decay is None else jax.tree.map(jnp.copy, params)
         old = {name: self.learner.split(x)[0] if name == "policy" else x for name, x in params.items()}
@@ -306,11 +305,6 @@ class RIPT(Agent):
     # The condition of `cfg`
 
     @property
-    def _condition_path(self) -> str:
-        assert isinstance(self.policy, Conditionable)
-        return self.policy.condition_path
-
-    @property
     def _condition_learner(self) -> Learner:
         return replace(self.learner, mask=None)
 
@@ -318,8 +312,7 @@ class RIPT(Agent):
         """The policy's weights with its condition, if there is one, added to the bias it belongs to."""
         if "condition" not in params:
             return params["policy"]
-        flat, path = flatten(params["policy"]), self._condition_path
-        return nest(flat | {path: flat[path] + params["condition"]["embedding"]})
+        return condition.folded(self.policy, params["policy"], params["condition"]["embedding"])
 
     def _old_dtype(self, leaf: Array) -> jnp.dtype:
         return jnp.dtype(self.compute_dtype) if leaf.size >= LARGE else leaf.dtype

@@ -6,6 +6,8 @@
     pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/1600
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -13,7 +15,7 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, RECAPConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import TabletopConfig
@@ -88,4 +90,23 @@ _RIPT = replace(
     log_interval=1,
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT)
+_FILTERED = replace(
+    _ACRLPD,
+    name="filtered_tabletop",
+    agent=FilteredConfig(discount=0.9, share=0.3, flow_draws=2, augment=False, ema_decay=0.98),
+)
+
+_RECAP = replace(
+    _ACRLPD,
+    name="recap_tabletop",
+    agent=RECAPConfig(
+        discount=0.9,
+        positive_share=0.3,
+        value_warmup_steps=300,
+        flow_draws=2,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+)
+
+RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP)

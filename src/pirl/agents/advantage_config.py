@@ -1,0 +1,93 @@
+"""Settings of the algorithms that imitate by advantage or return: filtered imitation and RECAP. No jax here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from pirl.agents.agent_config import AgentConfig
+from pirl.ranges import Count, Decay, Inside, Natural, NotNegative
+from pirl.search import Choice, Item, around
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilteredConfig(AgentConfig):
+    """Filtered behaviour cloning: imitate the chunks with the best returns, the baseline for every other algorithm."""
+
+    agent: ClassVar[str] = "pirl.agents.filtered:Filtered"
+
+    discount: Inside = 0.99
+    """Discount per environment step of the returns that are compared. Below 1, faster successes are better."""
+    share: Inside = 0.5
+    """Share of the chunks to imitate."""
+    flow_draws: Count = 1
+    """Points of the flow per chunk and step."""
+    mask_padding: bool = False
+    """Leave steps behind the end of an episode and padded action dimensions out of the loss."""
+    ema_decay: Decay | None = 0.99
+    """EMA decay of the policy's weights, for acting and checkpoints; None turns it off."""
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.ema_decay
+
+    def without_ema(self) -> "FilteredConfig":
+        """The same settings without EMA."""
+        return replace(self, ema_decay=None)
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate and share."""
+        yield "pi0_lr", around(run.policy_schedule)
+        yield "agent.share", Choice(values=(0.1, 0.25, 0.5, 0.75))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RECAPConfig(AgentConfig):
+    """RECAP (π*0.6): a value tells which chunks were better than usual, and the policy learns it as a condition."""
+
+    agent: ClassVar[str] = "pirl.agents.recap:RECAP"
+
+    discount: Inside = 0.99
+    """Discount per environment step."""
+    reward_low: float = 0.0
+    """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
+    reward_high: float = 1.0
+    """Largest reward of a step."""
+    reward_once: bool = True
+    """Sparse rewards: at most one step of an episode pays anything. Bounds the values more tightly."""
+    positive_share: Inside = 0.3
+    """Share of the chunks that count as better than usual."""
+    condition_dropout: Decay = 0.1
+    """Share of the unconditional branch in the loss."""
+    guidance: NotNegative = 1.0
+    """Guidance scale when acting: 1 is the policy told "better than usual"; more extrapolates. OpenPI serves 1."""
+    value_warmup_steps: Natural = 0
+    """For so many steps the policy is trained without the condition while the value learns."""
+    flow_draws: Count = 1
+    """Points of the flow per chunk and step."""
+    policy_ema_decay: Decay | None = 0.999
+    """EMA decay of the policy and its condition, for acting and checkpoints; None turns it off."""
+
+    @property
+    def learns_values(self) -> bool:
+        """A value of observations."""
+        return True
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.policy_ema_decay
+
+    def without_ema(self) -> "RECAPConfig":
+        """The same settings without EMA."""
+        return replace(self, policy_ema_decay=None)
+
+    def small(self) -> "RECAPConfig":
+        """The condition is learned at once."""
+        return replace(self, accumulate=min(self.accumulate, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, share of positives, guidance."""
+        yield "pi0_lr", around(run.policy_schedule)
+        yield "agent.positive_share", Choice(values=(0.2, 0.3, 0.5))
+        yield "agent.guidance", Choice(values=(1.0, 1.5, 2.0))

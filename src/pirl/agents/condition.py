@@ -1,0 +1,33 @@
+"""A learned condition of a flow policy: a vector that is added to one of its biases.
+
+The bias is one that only noisy chunks pass by (`Conditionable`), so all conditions share the prefix. Weights with a
+condition added are a plain policy that OpenPI serves unchanged.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pirl.errors import ConfigError
+from pirl.models.params import Params, flatten, nest
+from pirl.models.policy import Conditionable, FlowPolicy
+
+
+def path_of(policy: FlowPolicy) -> str:
+    """Path of the bias."""
+    if not isinstance(policy, Conditionable):
+        raise ConfigError(
+            f"a condition for a {type(policy).__name__}, which has no place for one",
+            hint="give it a `condition_path` (pirl.models.policy.Conditionable), or take another algorithm",
+        )
+    return policy.condition_path
+
+
+def fresh(policy: FlowPolicy, params: Params) -> Float[Array, "D"]:
+    """A condition that changes nothing yet: a random one would be a random push."""
+    return jnp.zeros(flatten(params)[path_of(policy)].shape, jnp.float32)
+
+
+def folded(policy: FlowPolicy, params: Params, condition: Float[Array, "D"]) -> Params:
+    """The policy's weights with the condition added."""
+    flat, path = flatten(params), path_of(policy)
+    return nest(flat | {path: flat[path] + condition})
