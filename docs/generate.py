@@ -74,10 +74,12 @@ Programs to start from: [examples](examples.md). Names that are not listed here 
 PURPOSES = {
     "debug": "a complete ACRLPD run without files",
     "debug_bc": "the same for imitation, as a baseline",
-    "bc_tabletop": "imitate imperfect demonstrations; start of the three below",
+    "bc_tabletop": "imitate imperfect demonstrations; start of those below",
     "acrlpd_tabletop": "improve it offline, from the same demonstrations",
     "acrlpd_tabletop_online": "the same, then online with a replay buffer",
     "ript_tabletop": "improve it with group rollouts, without a critic",
+    "filtered_tabletop": "imitate the chunks with the best returns: the baseline without a value",
+    "recap_tabletop": "tell the policy which chunks were better than usual",
     "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
     "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
     "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",

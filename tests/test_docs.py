@@ -26,7 +26,7 @@ PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CHANGELOG.md", *(ROOT / "docs"
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 OPERATORS = set(";&|><()")
-GROUPS = "actor|critic|policy|data|time|memory|ript|rollout|curriculum|online|eval|held_out|bc"
+GROUPS = "actor|critic|policy|data|time|memory|ript|rollout|curriculum|online|eval|held_out|bc|value|advantage|filter"
 METRIC = re.compile(rf"(?:{GROUPS})/\w+")
 
 

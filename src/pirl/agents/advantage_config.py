@@ -36,9 +36,11 @@ class FilteredConfig(AgentConfig):
         return replace(self, ema_decay=None)
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Learning rate and share."""
+        """Learning rate, share, flow draws and EMA."""
         yield "pi0_lr", around(run.policy_schedule)
         yield "agent.share", Choice(values=(0.1, 0.25, 0.5, 0.75))
+        yield "agent.flow_draws", Choice(values=(1, 2, 4))
+        yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,8 @@ class RECAPConfig(AgentConfig):
         return replace(self, accumulate=min(self.accumulate, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Learning rate, share of positives, guidance."""
+        """Learning rate, share of positives, guidance, dropout."""
         yield "pi0_lr", around(run.policy_schedule)
         yield "agent.positive_share", Choice(values=(0.2, 0.3, 0.5))
         yield "agent.guidance", Choice(values=(1.0, 1.5, 2.0))
+        yield "agent.condition_dropout", Choice(values=(0.1, 0.2, 0.3))
