@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pirl.cli import app
+from pirl.data.assets import asset_id
 from pirl.data.chunks import validate_qchunking_batch_format
 from pirl.data.config import DataConfig
 from pirl.data.create import (
-    asset_id,
     check_discount,
     create_acrlpd_data_loader,
     create_source,

@@ -20,13 +20,14 @@ from pirl.cli import app
 from pirl.config import EarlyStop, RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.data import synthetic
+from pirl.data.assets import named_asset
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import load_norm_stats
 from pirl.data.synthetic import PICTURE
 from pirl.errors import CheckpointError, PirlError, PirlWarning
 from pirl.models.params import flatten
 from pirl.training import loop
-from pirl.training.build import asset_id, build_transform
+from pirl.training.build import build_transform
 from pirl.training.config import SGD, ConstantSchedule
 from pirl.training.metrics import DivergedError
 from small_runs import assert_same_bits, compiled_once, position_of, records, restored, small_run, steps_of
@@ -146,7 +147,8 @@ def test_statistics_go_by_the_name_of_the_data() -> None:
         (None, ("recordings/of/cubes",), "cubes"),
         (None, (), "synthetic"),  # none: the robot's
     ):
-        assert asset_id(replace(config, data=replace(config.data, asset_id=given, repo_ids=repo_ids))) == expected
+        data = replace(config.data, asset_id=given, repo_ids=repo_ids)
+        assert named_asset(data, config.robot) == expected
 
 
 def eval_path(name: str) -> tuple[str, ...]:

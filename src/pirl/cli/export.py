@@ -114,16 +114,17 @@ def _run_config(folder: Path) -> "RLTrainConfig | None":
 def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[str]) -> dict[str, str]:
     """The file that tells OpenPI how to serve this; nothing for a policy that is none of OpenPI's."""
     from pirl.checkpoints import handover
+    from pirl.data.assets import named_asset
     from pirl.models.config import Pi0Config
     from pirl.names import HANDOVER_FILE
-    from pirl.training.build import asset_id
 
     model = config.model
     if not isinstance(model, Pi0Config):
         return {}
     if args.form == "pytorch":
         model = handover.without_adapters(model)
-    asset = asset_id(config) if asset_id(config) in assets else assets[0]
+    named = named_asset(config.data, config.robot)
+    asset = named if named in assets else assets[0]
     name = args.name or re.sub(r"\W", "_", f"{config.name}_{config.exp_name}")
     source = handover.openpi_config(name, model, config.robot, asset, _only_task(config))
     command = handover.serve_command(name, args.out.expanduser().absolute())

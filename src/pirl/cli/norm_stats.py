@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Compute, show and write the statistics."""
     from pirl.cli.inspect import table
     from pirl.data import lerobot
-    from pirl.data.create import asset_id, find_columns
+    from pirl.data.assets import asset_id
+    from pirl.data.create import find_columns
     from pirl.data.dataset import LeRobotSource, MixedSource
     from pirl.data.normalize import StatsOrigin, check_absent, save_norm_stats
     from pirl.data.outcomes import OutcomeRule

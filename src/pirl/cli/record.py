@@ -143,7 +143,7 @@ def _policy(args: argparse.Namespace, config: Any, parts: ExitStack) -> tuple[An
 
 def _next_commands(args: argparse.Namespace, config: Any) -> Iterator[str]:
     """What the dataset is for."""
-    from pirl.data.create import asset_id
+    from pirl.data.assets import asset_id
 
     name = str(args.root or args.repo_id)
     assets = Path(config.data.assets_dir) / (config.data.asset_id or asset_id(name))

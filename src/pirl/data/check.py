@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pirl.data import lerobot
 from pirl.data.config import DataConfig
-from pirl.data.create import SYNTHETIC, asset_id, create_tokenizer, find_columns, open_source, select_cameras
+from pirl.data.create import SYNTHETIC, create_tokenizer, find_columns, open_source, select_cameras
 from pirl.data.dataset import LeRobotSource, MixedSource
 from pirl.data.normalize import load_norm_stats, load_origin
 from pirl.data.robots import Robot
@@ -126,9 +126,3 @@ def norm_stats_problems(
             )
         else:
             yield PirlWarning(f"{problem}: actions of {robot.name!r} are absolute, so that the numbers hardly differ")
-
-
-def norm_stats_folder(config: DataConfig) -> Path | None:
-    """Where the statistics of a run are looked for; None where nothing names them."""
-    named = config.asset_id or (asset_id(config.repo_ids[0]) if config.repo_ids else None)
-    return None if named is None else Path(config.assets_dir).expanduser() / named

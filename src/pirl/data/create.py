@@ -11,6 +11,7 @@ import numpy as np
 
 from pirl import names
 from pirl.data import lerobot, synthetic, video
+from pirl.data.assets import own_assets
 from pirl.data.cache import CacheConfig
 from pirl.data.config import DataConfig, Rule
 from pirl.data.dataset import LeRobotSource, MixedSource, successful
@@ -224,23 +225,15 @@ def create_tokenizer(choice: str) -> Tokenizer | None:
     return PaliGemmaTokenizer(None if choice == "paligemma" else choice)
 
 
-def asset_id(dataset: str) -> str:
-    """The name a dataset's statistics go by: a repo id keeps its owner, as OpenPI's do; a folder goes by its name."""
-    folder = Path(dataset).expanduser()
-    return folder.resolve().name if folder.is_dir() or len(Path(dataset).parts) != 2 else dataset
-
-
 def find_norm_stats(config: DataConfig, robot: Robot, horizon: int) -> dict[str, NormStats]:
     """The statistics in `assets_dir/asset_id/norm_stats.json`; if they are missing, the error says how to get them."""
     if config.repo_ids == (SYNTHETIC,):
         return compute_norm_stats(create_source(config, robot), robot, horizon)
-    named = config.asset_id or (asset_id(config.repo_ids[0]) if config.repo_ids else None)
-    if named is None:
+    if (folder := own_assets(config)) is None:
         raise ConfigError(
             "data: neither asset_id nor repo_ids says whose normalisation statistics to use",
             hint=f"set asset_id to the folder below {config.assets_dir} that holds {names.NORM_STATS_FILE}",
         )
-    folder = Path(config.assets_dir).expanduser() / named
     if not (folder / names.NORM_STATS_FILE).is_file():
         words = ["pirl", "norm-stats", *(config.repo_ids or ("DATASET",)), "--robot", robot.name]
         command = shlex.join([*words, "--horizon", str(horizon), "--out", str(folder)])

@@ -31,15 +31,16 @@ from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps
 from pirl.checkpoints.weights import check_finite, kind_of, load
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
+from pirl.data.assets import assets_beside, choose_asset, named_asset
 from pirl.data.transforms import Transform
 from pirl.envs.env import RawObservation
 from pirl.errors import CheckpointError, ConfigError
 from pirl.models.params import Params, flatten, nest
 from pirl.models.policy import Preparing
-from pirl.names import ASSETS_ITEM, CONFIG_FILE, NORM_STATS_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
+from pirl.names import ASSETS_ITEM, CONFIG_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.rollout.policy import ChunkPolicy
-from pirl.training.build import asset_id, build_chunk_policy, build_transform
+from pirl.training.build import build_chunk_policy, build_transform
 from pirl.training.config import KeepBest
 
 
@@ -203,14 +204,12 @@ def _best_step(run: Path, steps: list[int], config: RLTrainConfig | None) -> int
 def checkpoint_transform(folder: Path, config: RLTrainConfig) -> Transform:
     """The training's transform, with the statistics in the checkpoint."""
     assets = (folder if folder.is_dir() else folder.parent) / ASSETS_ITEM
-    names = [file.parent.relative_to(assets).as_posix() for file in sorted(assets.rglob(NORM_STATS_FILE))]
-    named = asset_id(config)
-    if named not in names and len(names) != 1:
+    found, named = assets_beside(folder), named_asset(config.data, config.robot)
+    if (chosen := choose_asset(found, named)) is None:
         raise CheckpointError(
-            f"{assets} holds the statistics of {', '.join(names) or 'nothing'}, and the configuration names {named!r}",
-            hint="say whose to use: --data.asset-id NAME" if names else "copy those it was trained with to there",
+            f"{assets} holds the statistics of {', '.join(found) or 'nothing'}, and the configuration names {named!r}",
+            hint="say whose to use: --data.asset-id NAME" if found else "copy those it was trained with to there",
         )
-    chosen = named if named in names else names[0]
     return build_transform(replace(config, data=replace(config.data, assets_dir=str(assets), asset_id=chosen)))
 
 

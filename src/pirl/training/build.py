@@ -13,17 +13,17 @@ import jax
 from pirl.agents.agent import Agent
 from pirl.checkpoints.weights import check_finite, load
 from pirl.config import RLTrainConfig
-from pirl.data import create
+from pirl.data.assets import assets_beside, choose_asset, named_asset, own_assets
 from pirl.data.create import create_acrlpd_data_loader, create_transform
 from pirl.data.loader import ACRLPDDataLoader
-from pirl.data.normalize import NormStats, load_norm_stats
+from pirl.data.normalize import load_norm_stats
 from pirl.data.replay import ReplayBuffer
 from pirl.data.transforms import Transform
 from pirl.errors import ConfigError
 from pirl.models import pi0
 from pirl.models.config import Pi0Config
 from pirl.models.params import Params
-from pirl.names import ASSETS_ITEM, NORM_STATS_FILE
+from pirl.names import NORM_STATS_FILE
 from pirl.parallel.sharding import data_sharding, sharded_shapes
 from pirl.paths import lerobot_home
 from pirl.records import EpisodeSource
@@ -41,17 +41,12 @@ from pirl.training.measured import FILE
 from pirl.training.streams import DatasetStream, GroupStream, OnlineStream, Stream
 
 
-def asset_id(config: RLTrainConfig) -> str:
-    """Whose statistics these are, in checkpoints as in `data.assets_dir`: those of a checkpoint are found there."""
-    data = config.data
-    return data.asset_id or (create.asset_id(data.repo_ids[0]) if data.repo_ids else config.robot.name)
-
-
 def build_transform(config: RLTrainConfig) -> Transform:
     """Between the robot's units and the model's; also what an acting policy uses."""
+    folder = stats_of_weights(config)
     return create_transform(
         config.data,
-        norm_stats=_stats_of_weights(config),
+        norm_stats=None if folder is None else load_norm_stats(folder),
         horizon=config.horizon,
         action_dim=config.model.action_dim,
         state_dim=config.state_dim,
@@ -62,21 +57,19 @@ def build_transform(config: RLTrainConfig) -> Transform:
     )
 
 
-def _stats_of_weights(config: RLTrainConfig) -> dict[str, NormStats] | None:
-    """The statistics beside the weights a run starts from, which speak their language, unless `assets_dir` has some."""
-    folder = stats_of_weights(config)
-    return None if folder is None else load_norm_stats(folder)
-
-
 def stats_of_weights(config: RLTrainConfig) -> Path | None:
-    """The folder of these statistics; None where `assets_dir` has some, or the weights come with none."""
-    own = Path(config.data.assets_dir).expanduser() / asset_id(config) / NORM_STATS_FILE
-    if config.init_weights is None or "://" in config.init_weights or own.is_file():
+    """The statistics beside the weights a run starts from: these were trained in their units. None if the run has its
+    own in `assets_dir`, or the weights come with none or several.
+    """
+    own = own_assets(config.data)
+    weights = None if config.init_weights is None else Path(config.init_weights).expanduser()
+    if weights is None or not weights.is_dir():  # beside a single file, `assets` may be anybody's
         return None
-    found = sorted((Path(config.init_weights).expanduser() / ASSETS_ITEM).rglob(NORM_STATS_FILE))
-    named = [file for file in found if file.parent.as_posix().endswith(asset_id(config))]
-    chosen = named if named else found
-    return chosen[0].parent if len(chosen) == 1 else None
+    if own is not None and (own / NORM_STATS_FILE).is_file():
+        return None
+    found = assets_beside(weights)
+    chosen = choose_asset(found, named_asset(config.data, config.robot))
+    return None if chosen is None else found[chosen]
 
 
 @contextmanager

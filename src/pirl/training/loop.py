@@ -15,6 +15,7 @@ from pirl.checkpoints.run import Checkpoints, check_compatible, prepare_director
 from pirl.checkpoints.run_metadata import run_metadata
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
+from pirl.data.assets import named_asset
 from pirl.errors import EnvError
 from pirl.names import CONFIG_FILE
 from pirl.parallel import distributed
@@ -24,7 +25,7 @@ from pirl.planning.memory import GPUMemoryMonitor
 from pirl.planning.plan import batch_shapes, with_choices
 from pirl.rollout.collect import CollectionStoppedError
 from pirl.training import preflight
-from pirl.training.build import asset_id, build_acting, build_transform, load_policy
+from pirl.training.build import build_acting, build_transform, load_policy
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
 from pirl.training.eval_fn import EvalFn, find_eval_fn
@@ -83,7 +84,7 @@ def train(
         if going_on:  # before anything in the folder is changed
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
                 check_compatible(saved.metadata().get("config", {}), to_dict(config), ignore=EXPECTED_CHANGES)
-        assets = {asset_id(config): transform.norm_stats or {}}
+        assets = {named_asset(config.data, config.robot) or config.robot.name: transform.norm_stats or {}}
         with Checkpoints(
             config.run_dir, config.checkpoint, run=run_metadata(to_dict(config)), norm_stats=assets
         ) as checkpoints:

@@ -26,6 +26,7 @@ from pirl.checkpoints.weights import check_fits
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict
 from pirl.data import check as data
+from pirl.data.assets import own_assets
 from pirl.data.create import SYNTHETIC, select_cameras, training_source
 from pirl.data.lerobot import to_download as to_download_dataset
 from pirl.data.pool import fingerprint
@@ -194,7 +195,7 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
     yield from data.tokenizer_problems(config.data.tokenizer)
     if names == (SYNTHETIC,):
         return
-    if (folder := data.norm_stats_folder(config.data)) is not None:
+    if (folder := own_assets(config.data)) is not None:
         folder = stats_of_weights(config) or folder
         found = data.norm_stats_problems(
             config.data, robot, folder, horizon=config.horizon, quantile=config.quantile_norm
