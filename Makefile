@@ -1,5 +1,5 @@
 # make test     everything CI runs: lint, types, import contracts, tests (installs into .venv first)
-# make quick    lint and the fast two thirds of the tests, in two minutes: for daily work
+# make quick    lint and the fast tests: for daily work
 # make lint     ruff, mypy and import-linter only
 # make test-sims  tests of the MuJoCo simulators (installs them; they need a GL library of the system)
 # make campaign  attacks: mutants of datasets and files, kills at random moments (minutes; seeded)

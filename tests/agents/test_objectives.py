@@ -306,18 +306,6 @@ def test_fit_beta_ignores_what_is_masked() -> None:
     assert jnp.isfinite(fit_beta(with_noise, 0.4, 20.0, jnp.zeros(16, bool)))
 
 
-def test_the_controller_finds_what_the_fit_finds() -> None:
-    advantage = jax.random.normal(jax.random.key(1), (16,))
-    beta = jnp.float32(30.0)
-    for _ in range(200):
-        size = objectives.effective_sample_size(objectives.awr_weights(advantage, beta, 20.0))
-        step = objectives.adapt_beta(beta, size, 0.4, 0.5)
-        assert (step > beta) == (size < 0.4) or step == beta
-        beta = step
-    close(beta, fit_beta(advantage, 0.4, 20.0), rtol=1e-3)
-    assert objectives.adapt_beta(1.0, 1.0, 0.0, 100.0, low=0.5) == 0.5
-
-
 @FEW
 @given(weights=hnp.arrays(np.float32, B, elements=st.floats(0.125, 20, width=32)), floor=st.floats(0, 1))
 def test_floored(weights: np.ndarray, floor: float) -> None:

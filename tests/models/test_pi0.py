@@ -11,7 +11,7 @@ import naive_pi0
 from pirl.errors import ConfigError
 from pirl.models import flow
 from pirl.models.config import LoRAConfig, Pi0Config, get_preset
-from pirl.models.observation import Observation, cut_prompt, drop_absent_cameras
+from pirl.models.observation import Observation, drop_absent_cameras
 from pirl.models.params import flatten, nest
 from pirl.models.pi0 import Pi0
 from small_pi0 import BATCH, EXPERT, LORA, NUM, SMALL, VLM, weights
@@ -84,19 +84,13 @@ def test_shared_candidates_equal_separate_calls(small):
         np.testing.assert_allclose(alone[:, 0], v[:, n], rtol=0, atol=1e-5)
 
 
-def test_absent_cameras_and_padding_can_be_left_out(small):
+def test_absent_cameras_can_be_left_out(small):
     policy, params, obs, x_t, t, _, v = small
-    shorter = cut_prompt(drop_absent_cameras(obs), buckets=(2, 4, 8))
+    shorter = drop_absent_cameras(obs)
     assert list(shorter.images) == list(policy.config.cameras[:2])
-    assert shorter.tokenized_prompt.shape == (BATCH, 4)
     context = jax.jit(policy.encode)(params, shorter)
-    assert context.mask.shape[1] == 2 * policy.config.tokens_per_image + 4
+    assert context.mask.shape[1] == 2 * policy.config.tokens_per_image + obs.tokenized_prompt.shape[1]
     np.testing.assert_allclose(jax.jit(policy.velocity)(params, context, x_t, t), v, rtol=0, atol=5e-5)
-
-
-def test_no_prompt_bucket_fits(small):
-    *_, obs, _, _, _, _ = small
-    assert cut_prompt(obs, buckets=(2,)).tokenized_prompt.shape == obs.tokenized_prompt.shape
 
 
 def test_features_are_the_chosen_layer(small):

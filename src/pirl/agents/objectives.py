@@ -285,13 +285,6 @@ def fit_beta(
     return jnp.exp(jnp.where(reached.any(), log_beta, grid[last]))
 
 
-def adapt_beta(
-    beta: Scalar, ess: Scalar, target: Scalar, rate: Scalar, *, low: float = 1e-6, high: float = 1e6
-) -> Float[Array, ""]:
-    """log β += rate · (target - ess): one step of a controller, for batches too small to fit β on each alone."""
-    return jnp.clip(jnp.asarray(beta) * jnp.exp(rate * (target - jnp.asarray(ess))), low, high)
-
-
 def floored(weights: Float[Array, "B"], mean_weight: Scalar, floor: Scalar) -> Float[Array, "B"]:
     """floor + (1 - floor) · w / mean(w): AWR plus `floor` times plain cloning, for one forward pass instead of two."""
     return floor + (1 - floor) * weights / jnp.maximum(mean_weight, jnp.finfo(weights.dtype).tiny)

@@ -1,6 +1,6 @@
 """What the policy sees: OpenPI's model input as a pytree."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,23 +58,6 @@ def drop_absent_cameras(observation: Observation) -> Observation:
         observation,
         images={name: image for name, image in observation.images.items() if name in kept},
         image_masks={name: mask for name, mask in observation.image_masks.items() if name in kept},
-    )
-
-
-def cut_prompt(observation: Observation, buckets: Sequence[int]) -> Observation:
-    """Cut the prompt's padding to the smallest bucket that holds the longest prompt of the batch.
-
-    Few buckets mean few compilations. Works on concrete masks, like `drop_absent_cameras`.
-    """
-    if observation.tokenized_prompt is None or observation.tokenized_prompt_mask is None:
-        return observation
-    used = np.flatnonzero(np.asarray(observation.tokenized_prompt_mask).any(0))
-    longest = int(used[-1]) + 1 if used.size else 0
-    length = min((b for b in buckets if b >= longest), default=observation.tokenized_prompt.shape[1])
-    return replace(
-        observation,
-        tokenized_prompt=observation.tokenized_prompt[:, :length],
-        tokenized_prompt_mask=observation.tokenized_prompt_mask[:, :length],
     )
 
 
