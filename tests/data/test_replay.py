@@ -170,6 +170,25 @@ def test_damaged_files_are_refused_and_the_buffer_is_left_alone(tmp_path, damage
     assert numbers(victim) == before
 
 
+def test_every_flipped_bit_of_a_file_is_refused_or_without_effect(tmp_path):
+    """Also those that ask the zip reader for a password, a compression method or more memory than there is."""
+    replay = buffer(1)
+    state = replay.save(tmp_path)
+    path, refused = tmp_path / state["episodes"][0], 0
+    content = path.read_bytes()
+    central = content.index(b"PK\x01\x02")  # the directory of the zip file
+    for place in (*range(0, 60), *range(200, central, 211), *range(central, len(content))):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        again = buffer()
+        try:
+            again.restore(tmp_path, state)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert numbers(again) == numbers(replay)
+    assert refused > 100
+
+
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     def fail(file, **arrays):
         file.write(b"half")
