@@ -100,6 +100,8 @@ def _video_frames(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Itera
     try:
         with journal.opened(meta.root, span.path, lambda path: av.open(str(path))) as container:
             stream = container.streams.video[0]
+            if getattr(stream, "codec_context", None) is None:  # PyAV knows the track, but not what is in it
+                raise ValueError("its codec is not known")
             stream.codec_context.thread_count = 1
             if meta.version != "v3.0" and stream.frames > episode.length:
                 raise DataError(
