@@ -29,6 +29,7 @@ from pirl.models.observation import Observation
 SIZE, HORIZON, DIM, REAL, CRITIC_HORIZON, STATE, DRAWS = 8, 3, 3, 2, 2, 4, 2
 POLICY = MLPFlow(MLPFlowConfig(state_dim=STATE, action_dim=DIM, horizon=HORIZON, hidden=(6,)))
 POLICY_RATE, CRITIC_RATE, DECAY, DROPOUT, SHARE, DISCOUNT = 0.3, 0.2, 0.7, 0.3, 0.4, 0.8
+CONDITION_RATE = 3.0
 KEY = jax.random.key(3)
 NAIVE: Any = SimpleNamespace(
     loss="hl_gauss",
@@ -50,6 +51,7 @@ def make(*, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0) -> RECA
         positive_share=SHARE,
         condition_dropout=DROPOUT,
         guidance=guidance,
+        condition_rate=CONDITION_RATE,
         value_warmup_steps=warmup,
         flow_draws=DRAWS,
         policy_ema_decay=DECAY,
@@ -157,7 +159,8 @@ def test_one_update_is_numpys() -> None:
     new, metrics = updated()
     step = naive.mapped(lambda x, g: x - POLICY_RATE * g, {"policy": policy, "condition": told}, grads)
     close(new.params["policy"], step["policy"])
-    close(new.params["condition"], step["condition"])
+    moved = naive.mapped(lambda x, g: x - CONDITION_RATE * POLICY_RATE * g, told, grads["condition"])
+    close(new.params["condition"], moved)
     slope = naive.gradient(value_loss, critic)
     close(new.params["critic"], naive.mapped(lambda x, g: x - CRITIC_RATE * g, critic, slope))
     close(new.ema["policy"], naive.mapped(lambda a, x: DECAY * a + (1 - DECAY) * x, acting, step["policy"]))

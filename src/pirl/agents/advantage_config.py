@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pirl.agents.agent_config import AgentConfig
-from pirl.ranges import Count, Decay, Inside, Natural, NotNegative
+from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Positive
 from pirl.search import Choice, Item, around
 
 
@@ -63,6 +63,8 @@ class RECAPConfig(AgentConfig):
     """Share of the unconditional branch in the loss."""
     guidance: NotNegative = 1.0
     """Guidance scale when acting: 1 is the policy told "better than usual"; more extrapolates. OpenPI serves 1."""
+    condition_rate: Positive = 20.0
+    """Learning rate of the condition, as a multiple of the policy's: it starts at zero and has to be heard."""
     value_warmup_steps: Natural = 0
     """For so many steps the policy is trained without the condition while the value learns."""
     flow_draws: Count = 1

@@ -251,4 +251,5 @@ class RECAP(Agent):
 
     @property
     def _condition_learner(self) -> Learner:
-        return replace(self.policy_learner, mask=None)
+        faster = optax.chain(self.policy_learner.tx, optax.scale(self.config.condition_rate))
+        return replace(self.policy_learner, mask=None, tx=faster)
