@@ -79,6 +79,7 @@ class _Found:
 
 def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command line is understood as it stands: verbs, flags, recipes and the settings' values."""
+    import pirl.cli.compare
     import pirl.cli.eval
     import pirl.cli.eval_data
     import pirl.cli.record
@@ -93,6 +94,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(pirl.cli.eval, "_asked", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.cli.eval_data, "_asked", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.cli.record, "_record", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
+    monkeypatch.setattr(pirl.cli.compare, "_compare", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.cli.tune, "_search", lambda *_: (_ for _ in ()).throw(_UnderstoodError))
     monkeypatch.setattr(pirl.training.loop, "train", lambda config, **_: trained.append(config) or 0)
     monkeypatch.setattr(pirl.planning.plan, "plan", lambda *_, **__: SimpleNamespace(accumulate=None))
@@ -121,7 +123,12 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
                 args = app.build_parser(words).parse_args(words)
                 if words[:2] == ["inspect", "recipe"]:
                     code = int(policy_of(args.name) is None)
-                elif words[0] in ("eval", "record", "tune"):  # these take settings as well, and parse them themselves
+                elif words[0] in (
+                    "eval",
+                    "record",
+                    "tune",
+                    "compare",
+                ):  # these parse settings themselves
                     importlib.import_module(f"pirl.cli.{words[0]}").run(args)
             except _UnderstoodError:
                 pass

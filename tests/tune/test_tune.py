@@ -19,7 +19,8 @@ from pirl.errors import ConfigError, PirlError
 from pirl.names import PARAMS_ITEM
 from pirl.rollout.evaluate import Rate
 from pirl.search import Choice, Range
-from pirl.tune.run import Tuner, devices, explain
+from pirl.tune.children import devices, explain
+from pirl.tune.run import Tuner
 from pirl.tune.space import Space
 from pirl.tune.study import COMPARED, Evaluated, Search, Study, read_evaluations
 

@@ -6,81 +6,39 @@ never touches a device.
 """
 
 import contextlib
-import functools
 import math
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from optuna.trial import Trial
 
-from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps, lock_run
 from pirl.config import RLTrainConfig
-from pirl.config_io import write_yaml
 from pirl.errors import ConfigError, PirlError
-from pirl.processes import PARENT_VARIABLE
 from pirl.training.progress import Progress
+from pirl.tune.children import (
+    PATIENCE_SECONDS,
+    STOPPED,
+    Launch,
+    Process,
+    devices,
+    explain,
+    launch,
+    tail,
+    train_words,
+)
 from pirl.tune.results import described, drop_checkpoints, write_results
 from pirl.tune.study import State, Study, read_evaluations
 
 POLL_SECONDS = 0.25
-PATIENCE_SECONDS = 120.0
-"""Seconds for a stopped process to save its checkpoint."""
-FREED_SECONDS = 30.0
-"""Seconds for the trial of a search that was killed to end: it frees its memory before its lock."""
 FAILURES_IN_A_ROW = 3
 """End the search after this many consecutive failures that the settings do not explain."""
-STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
-"""Exit code of an interrupted run."""
-
 Keep = Literal["best", "all"]
-
-
-@runtime_checkable
-class Process(Protocol):
-    """A running process; `subprocess.Popen` implements it."""
-
-    def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
-Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
-"""Starts `pirl` with words, a log file, and additions to the environment."""
-
-
-def launch(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-    """Start `pirl` in a process that appends its output to a file, and that ends with this one."""
-    listening, _ = _lifeline()
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "pirl", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, PARENT_VARIABLE: str(listening)},
-            pass_fds=[listening],
-        )
-
-
-@functools.cache
-def _lifeline() -> tuple[int, int]:
-    """A pipe that closes when this process ends."""
-    return os.pipe()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -221,14 +179,7 @@ class Tuner:
 
     def _words(self, number: int, config: RLTrainConfig) -> list[str]:
         """The command that starts or resumes a trial's run."""
-        run, file = config.run_dir, self._search.folder / f"trial-{number:03d}.yaml"
-        words = ["train", str(write_yaml(file, config, overwrite=True))]
-        if not run.is_dir():
-            return words
-        lock_run(run, timeout=FREED_SECONDS).release()  # that of a search that was killed is just ending
-        if complete_steps(run):
-            return [*words, "--resume"]
-        return [*words, "--overwrite"] if (run / METADATA_FILE).exists() else words
+        return train_words(self._search.folder / f"trial-{number:03d}.yaml", config)
 
     def _look(self, one: Attempt) -> None:
         """Report new evaluations and prune the run if they are hopeless."""
@@ -259,7 +210,7 @@ class Tuner:
 
     def _fail(self, one: Attempt, code: int) -> None:
         """Record a failure, unless the settings do not explain it: then every trial would fail."""
-        reason, explained = explain(code, _tail(one.log, one.begin_of_log))
+        reason, explained = explain(code, tail(one.log, one.begin_of_log))
         self._unexplained = 0 if explained else self._unexplained + 1
         hint = f"all it said is in {one.log}; once that is mended, the same command goes on"
         if not explained and not self._study.count("done", "pruned"):
@@ -303,30 +254,3 @@ class Tuner:
         best = self._study.best()
         told = [f"trial {one.trial.number} at step {one.step}" for one in self._active]
         return ", ".join(told + ([f"best {best.last} in trial {best.number}"] if best else []))
-
-
-def explain(code: int, said: str) -> tuple[str, bool]:
-    """Why a run failed, from the end of its log, and whether its settings may be the cause."""
-    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("  hint:")]
-    errors = [line for line in lines if line.startswith(("error: ", "internal error: "))]
-    reason = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")[:300]
-    if "RESOURCE_EXHAUSTED" in reason or "out of memory" in reason.lower():
-        return f"out of memory: {reason}", True
-    if code == -signal.SIGKILL:
-        return "killed, probably out of memory", True
-    return reason, reason.startswith("training diverged")
-
-
-def devices(slot: int, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs of one of several parallel runs, if CUDA_VISIBLE_DEVICES names enough."""
-    named = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(named[slot::jobs])} if 1 < jobs <= len(named) else {}
-
-
-def _tail(log: Path, begin: int, most: int = 20_000) -> str:
-    """The end of a file, not before offset `begin`."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(begin, log.stat().st_size - most))
-        return file.read().decode("utf-8", "replace")

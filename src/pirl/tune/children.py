@@ -1,0 +1,101 @@
+"""The processes of a search or a comparison: `pirl` verbs that write to a file and end with this process."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps, lock_run
+from pirl.config import RLTrainConfig
+from pirl.config_io import write_yaml
+from pirl.processes import PARENT_VARIABLE
+
+PATIENCE_SECONDS = 120.0
+"""Seconds for a stopped process to save its checkpoint."""
+FREED_SECONDS = 30.0
+"""Seconds for the trial of a search that was killed to end: it frees its memory before its lock."""
+STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
+"""Exit code of an interrupted run."""
+
+
+@runtime_checkable
+class Process(Protocol):
+    """A running process; `subprocess.Popen` implements it."""
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
+"""Starts `pirl` with words, a log file, and additions to the environment."""
+
+
+def launch(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    """Start `pirl` in a process that appends its output to a file, and that ends with this one."""
+    listening, _ = _lifeline()
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pirl", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment, PARENT_VARIABLE: str(listening)},
+            pass_fds=[listening],
+        )
+
+
+@functools.cache
+def _lifeline() -> tuple[int, int]:
+    """A pipe that closes when this process ends."""
+    return os.pipe()
+
+
+def train_words(file: Path, config: RLTrainConfig) -> list[str]:
+    """The command that starts or resumes a run; its configuration is written to `file`."""
+    run, words = config.run_dir, ["train", str(write_yaml(file, config, overwrite=True))]
+    if not run.is_dir():
+        return words
+    lock_run(run, timeout=FREED_SECONDS).release()  # that of a search that was killed is just ending
+    if complete_steps(run):
+        return [*words, "--resume"]
+    return [*words, "--overwrite"] if (run / METADATA_FILE).exists() else words
+
+
+def explain(code: int, said: str) -> tuple[str, bool]:
+    """Why a run failed, from the end of its log, and whether its settings may be the cause."""
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("  hint:")]
+    errors = [line for line in lines if line.startswith(("error: ", "internal error: "))]
+    reason = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")[:300]
+    if "RESOURCE_EXHAUSTED" in reason or "out of memory" in reason.lower():
+        return f"out of memory: {reason}", True
+    if code == -signal.SIGKILL:
+        return "killed, probably out of memory", True
+    return reason, reason.startswith("training diverged")
+
+
+def devices(slot: int, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs of one of several parallel runs, if CUDA_VISIBLE_DEVICES names enough."""
+    named = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(named[slot::jobs])} if 1 < jobs <= len(named) else {}
+
+
+def tail(log: Path, begin: int, most: int = 20_000) -> str:
+    """The end of a file, not before offset `begin`."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(begin, log.stat().st_size - most))
+        return file.read().decode("utf-8", "replace")

@@ -1,0 +1,266 @@
+"""Runs a comparison: each run is an ordinary `pirl train` in its own process, then `pirl eval` on the test states.
+
+All state is in files, so the same command goes on after any end: what is finished is not repeated, a run that was
+stopped or killed is resumed from its checkpoint.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pirl.checkpoints.run_directory import complete_steps, lock_run
+from pirl.errors import ConfigError, PirlError
+from pirl.training.progress import Progress
+from pirl.tune.children import (
+    PATIENCE_SECONDS,
+    STOPPED,
+    Launch,
+    Process,
+    devices,
+    explain,
+    launch,
+    tail,
+    train_words,
+)
+from pirl.tune.compared import (
+    SUCCESS,
+    check_asked,
+    eval_result,
+    metric_result,
+    note,
+    read_log,
+    read_state,
+    results_json,
+    write_results,
+)
+from pirl.tune.contenders import Run
+
+POLL_SECONDS = 1.0
+
+
+@dataclass(eq=False, kw_only=True)
+class Attempt:
+    """A process that works on a run."""
+
+    run: Run
+    process: Process
+    training: bool
+    """Whether it trains; otherwise it evaluates."""
+    slot: int
+    """Index of its job slot."""
+    begin_of_log: int
+    """Size of the log before it."""
+    began: float
+    until: int
+    """Step it began at: what its log says of later steps counts only if it is newer than this attempt."""
+    since: float
+    """When it began, in seconds since the epoch."""
+    enough: bool = False
+    """Whether the run has used its budget."""
+    told: bool = False
+    """Whether it was told to stop."""
+
+    def stop(self) -> None:
+        """Ask it to save and stop, once."""
+        if not self.told:
+            self.told = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
+
+class Comparison:
+    """Trains and measures what is missing."""
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        *,
+        folder: Path,
+        metric: str = SUCCESS,
+        episodes: int = 400,
+        jobs: int = 1,
+        stop: Callable[[], bool] = lambda: False,
+        start: Launch = launch,
+        clock: Callable[[], float] = time.monotonic,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        """`metric` is the success rate on `episodes` test states, or a metric of the log; `stop` is polled."""
+        self._runs, self._folder, self._metric, self._episodes, self._jobs = runs, folder, metric, episodes, jobs
+        self._stop, self._start, self._clock, self._poll_seconds = stop, start, clock, poll_seconds
+        self.asked: Mapping[str, Any] = {
+            "metric": metric,
+            "episodes": episodes if metric == SUCCESS else None,
+            "seconds": runs[0].seconds,
+        }
+        self._active: list[Attempt] = []
+        self._waiting: list[Run] = []
+        self._interrupted = False
+
+    def run(self) -> bool:
+        """Do all that is missing; False if somebody interrupted."""
+        check_asked(self._folder, self.asked, self._runs)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        busy = ConfigError(f"another process is comparing in {self._folder}", hint="stop it, or choose another --name")
+        lock = lock_run(self._folder, busy)
+        try:
+            self._write()
+            self._waiting = [run for run in self._runs if "result" not in read_state(run)]
+            each = [run.updates if run.seconds is None else run.seconds for run in self._runs]
+            unit = "updates" if self._runs[0].seconds is None else "seconds"
+            with Progress("compare", round(sum(each)), unit=unit, start=round(self._at())) as self._progress:
+                try:
+                    while self._fill():
+                        time.sleep(self._poll_seconds)
+                        self._watch()
+                        self._progress.update(round(self._at()), status=self._status())
+                finally:
+                    self._leave()
+                    self._write()
+        finally:
+            lock.release()
+        return not self._interrupted
+
+    def _at(self) -> float:
+        """How much of all budgets is used."""
+        found = 0.0
+        for run in self._runs:
+            budget = float(run.updates if run.seconds is None else run.seconds)
+            attempt = next((one for one in self._active if one.run is run and one.training), None)
+            done = read_state(run).get("trained", False)
+            found += budget if done else min(self._spent(run, attempt), budget)
+        return found
+
+    def _spent(self, run: Run, attempt: Attempt | None = None) -> float:
+        """What a run has used of its budget, without what it will do again."""
+        if attempt is not None:
+            return read_log(run, until=attempt.until, since=attempt.since).of(run)
+        return read_log(run, until=max(complete_steps(run.folder), default=0)).of(run)
+
+    def _fill(self) -> bool:
+        """Start what is missing in free slots; False when nothing is left to wait for."""
+        self._interrupted |= self._stop()
+        while self._waiting and not self._interrupted and len(self._active) < self._jobs:
+            self._begin(self._waiting.pop(0))
+        return bool(self._active)
+
+    def _begin(self, run: Run) -> None:
+        """Train a run, or measure it if it is trained."""
+        saved = max(complete_steps(run.folder), default=0)
+        trained = read_state(run).get("trained", False)
+        if not trained and saved and (saved >= run.config.num_train_steps or self._over(run, self._spent(run))):
+            note(run, trained=True)  # killed between its last checkpoint and the note of it
+            trained = True
+        if trained and (self._metric != SUCCESS or self._eval_file(run).is_file()):
+            self._finish(run)
+            return
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        log = run.file(".log")
+        begin = log.stat().st_size if log.exists() else 0
+        slot = next(place for place in range(self._jobs) if place not in [one.slot for one in self._active])
+        words = self._eval_words(run) if trained else train_words(run.file(".yaml"), run.config)
+        self._print(f"{run}: {'evaluating' if trained else f'resuming at step {saved}' if saved else 'training'}")
+        since = time.time()
+        process = self._start(words, log, devices(slot, self._jobs, os.environ))
+        self._active.append(
+            Attempt(
+                run=run,
+                process=process,
+                training=not trained,
+                slot=slot,
+                begin_of_log=begin,
+                began=self._clock(),
+                until=saved,
+                since=since,
+            )
+        )
+
+    def _over(self, run: Run, spent: float) -> bool:
+        """Whether a run that does not end by itself has used its budget."""
+        if run.seconds is not None:
+            return spent >= run.seconds
+        return run.config.agent.groups is not None and spent >= run.updates
+
+    def _eval_file(self, run: Run) -> Path:
+        return run.folder / "evaluations" / "compare" / "eval.json"
+
+    def _eval_words(self, run: Run) -> list[str]:
+        out = self._eval_file(run).parent
+        return ["eval", str(run.folder), "--split", "test", "--episodes", str(self._episodes), "--out", str(out)]
+
+    def _watch(self) -> None:
+        """Poll every process once; stop those whose run has used its budget."""
+        self._interrupted |= self._stop()
+        for one in list(self._active):
+            if self._interrupted:
+                one.stop()
+            code = one.process.poll()
+            if one.training and not one.enough and not one.told and self._over(one.run, self._spent(one.run, one)):
+                one.enough = True
+                one.stop()
+            if code is not None:
+                self._active.remove(one)
+                self._end(one, code)
+
+    def _end(self, one: Attempt, code: int) -> None:
+        """Note how a process ended, and what comes next."""
+        self._spend(one)
+        if code == 0 or (one.enough and code in STOPPED):
+            if one.training:
+                note(one.run, trained=True)
+                self._waiting.insert(0, one.run)
+            else:
+                self._finish(one.run)
+        elif code in STOPPED:
+            self._interrupted = True  # whoever did it meant all of them
+        else:
+            reason, explained = explain(code, tail(one.run.file(".log"), one.begin_of_log))
+            if not explained:
+                hint = f"all it said is in {one.run.file('.log')}; once that is mended, the same command goes on"
+                raise PirlError(f"{one.run} failed: {reason}", hint=hint)
+            note(one.run, failed=reason)
+            self._print(f"{one.run} failed: {reason}")
+            self._write()
+
+    def _finish(self, run: Run) -> None:
+        """Read the result."""
+        found = eval_result(self._eval_file(run)) if self._metric == SUCCESS else metric_result(run, self._metric)
+        note(run, result=found, failed=None)
+        self._print(f"{run}: {self._metric} {found['value']:.4g}")
+        self._write()
+
+    def _spend(self, one: Attempt) -> None:
+        spent = read_state(one.run).get("wall_seconds", 0.0)
+        note(one.run, wall_seconds=spent + self._clock() - one.began)
+
+    def _leave(self) -> None:
+        """Stop what runs when an error ends the comparison: SIGTERM, then SIGKILL after a timeout."""
+        for one in self._active:
+            one.stop()
+        for one in self._active:
+            try:
+                one.process.wait(PATIENCE_SECONDS)
+            except BaseException as error:
+                one.process.kill()
+                one.process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+            self._spend(one)
+
+    def _write(self) -> None:
+        write_results(self._folder, results_json(self._runs, self.asked))
+
+    def _print(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _status(self) -> str:
+        told = []
+        for one in self._active:
+            at = f"{self._spent(one.run, one):,.0f}" if one.training else "evaluation"
+            told.append(f"{one.run.agent} seed {one.run.seed} at {at}")
+        return ", ".join(told)
