@@ -6,6 +6,7 @@ error of pirl's, with a hint), `warned` (other data, and a warning that says so)
 """
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -84,6 +85,7 @@ class Verdict:
 def subjects() -> Path:
     """A folder with one untouched copy of everything."""
     root = Path(tempfile.mkdtemp(prefix="mutants-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     for name in LEROBOT:
         shutil.copytree(GOLDEN / name, root / name)
         (root / name / "golden.npz").unlink(missing_ok=True)
@@ -624,7 +626,6 @@ def main() -> int:
         row = [sum(n for (a, k), n in counts.items() if k == kind and name in (a, "all")) for kind in kinds]
         print(f"{name:<22}" + "".join(f"{n:>9}" for n in row))
     print(f"{len(numbers)} mutants of seed {seed} in {time.monotonic() - began:.0f} s")
-    shutil.rmtree(subjects())
     return int(failures > 0)
 
 
