@@ -77,9 +77,9 @@ def steps_of(config: RLTrainConfig) -> list[int]:
 
 
 def position_of(config: RLTrainConfig) -> dict[str, Any]:
-    """What is stored beside the latest state: where the data, the metrics and the patience stand."""
+    """What is stored beside the latest state: where the data, the metrics and the patience stand, without clocks."""
     with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as checkpoints:
-        return checkpoints.extra()
+        return {name: value for name, value in checkpoints.extra().items() if name != "closing"}
 
 
 def records(run: Path) -> list[dict[str, Any]]:

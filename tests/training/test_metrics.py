@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +20,10 @@ from rich.console import Console
 
 from pirl.errors import ConfigError, PirlWarning
 from pirl.training import metrics
+from pirl.training.console import grouped
 from pirl.training.metrics import DivergedError, MetricLog, Timers, check_finite, peak_flops
 from pirl.training.progress import Progress, track
-from pirl.training.sinks import ConsoleSink, Record, RunInfo, fold, format_line, wandb_id
+from pirl.training.sinks import ConsoleSink, Record, RunInfo, wandb_id
 
 
 class Clock:
@@ -224,15 +226,49 @@ def test_tensorboard_event_files_hold_what_was_logged(tmp_path: Path) -> None:
     assert b"loss" in file.read_bytes()
 
 
-def test_the_console_has_one_line_and_folds_it_between_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"policy/loss": 0.0123456, "time/samples_per_second": 31.8, "q": math.nan}
-    ConsoleSink().write(Record(step=1200, time=0.0, values=values))
-    assert capsys.readouterr().out == "step 1,200  policy/loss 0.01235  time/samples_per_second 31.8  q nan\n"
-    folded = fold(format_line(1200, values), width=40)
-    assert [line.strip() for line in folded.splitlines()] == [
-        "step 1,200  policy/loss 0.01235",
-        "time/samples_per_second 31.8  q nan",
+def test_without_a_terminal_a_record_is_one_readable_line(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"data/valid_fraction": 1.0, "policy/loss": 0.0123456, "time/stall_fraction": 0.2, "q": math.nan}
+    sink = ConsoleSink(3000)
+    sink.write(Record(step=1000, time=100.0, values=values))
+    sink.write(Record(step=1200, time=140.0, values=values | {"time/step_seconds": 0.2}))
+    sink.write(Record(step=3000, time=500.0, values={"mine/score": 0.5, "time/step_seconds": 0.2}))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1,000/3,000  policy/loss 0.0123  waits for data 20%",
+        "step 1,200/3,000 (0:06:00 left)  policy/loss 0.0123  0.2 s/step  waits for data 20%",
+        "step 3,000/3,000  mine/score 0.5  0.2 s/step",
     ]
+
+
+def test_on_a_terminal_metrics_are_grouped_by_meaning() -> None:
+    values = {"policy/loss": 0.0123456, "policy/grad_norm": 12.0, "critic/loss": 3.0, "q": math.nan}
+    assert grouped("step 3", values, 80).splitlines() == [
+        "step 3",
+        "  policy  loss 0.0123  grad_norm 12",
+        "  critic  loss 3",
+        "          q nan",
+    ]
+    narrow = grouped("step 3", {f"policy/metric_{i}": 1.5 for i in range(5)}, 40)
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert narrow.count("metric_") == 5
+
+
+def test_the_last_step_is_always_logged_and_its_interval_goes_on(tmp_path: Path) -> None:
+    """Going on, the record that closed the run is dropped, so that nothing tells an extended run from a whole one."""
+
+    def trained(folder: Path, ends: Sequence[int]) -> list[dict[str, Any]]:
+        folder.mkdir()
+        start, pending, closing = 0, None, None
+        for end in ends:
+            with MetricLog(folder, (), interval=4, resume_step=start or None, pending=pending, closing=closing) as log:
+                for step in range(start + 1, end + 1):
+                    log.log(step, {"policy/loss": float(step)}, last=step == end)
+                start, pending, closing = end, log.pending(), log.closing
+        return [{"step": entry["step"], "loss": entry["values"]["policy/loss"]} for entry in entries(folder)]
+
+    whole, extended = trained(tmp_path / "whole", [10]), trained(tmp_path / "extended", [3, 6, 10])
+    assert whole == extended == [{"step": 4, "loss": 2.5}, {"step": 8, "loss": 6.5}, {"step": 10, "loss": 9.5}]
+    rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("whole", "extended")]
+    assert [[line.split(",")[0] for line in table] for table in rows] == [["step", "4", "8", "10"]] * 2
 
 
 def test_timers_leave_out_compilation_and_pauses() -> None:

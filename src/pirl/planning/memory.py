@@ -136,7 +136,7 @@ class GPUMemoryMonitor:
             change = f"{(mark.in_use - before) / GIB:+.2f} GiB"
             rows.append((mark.label, f"{mark.seconds:.1f} s", gib(mark.in_use), change, gib(mark.peak), gib(mark.host)))
             before = mark.in_use
-        lines = [*text_table(rows, "<>>>>>")]
+        lines = [*text_table(rows, "<>>>>>"), *self._by_device()]
         if (peak := self.peak) is not None:
             devices = ", ".join(
                 f"{device.device} {gib(device.peak)}" + (f" of {gib(device.limit)}" if device.limit else "")
@@ -144,6 +144,15 @@ class GPUMemoryMonitor:
             )
             lines.append(f"highest by {peak.label!r}: {devices or gib(peak.peak) + ' (process)'}")
         return "\n".join(lines)
+
+    def _by_device(self) -> list[str]:
+        """In use by mark and device, where there are several."""
+        names = [device.device for device in self._marks[0].devices]
+        if len(names) < 2:
+            return []
+        rows = [("in use by device", *names)]
+        rows += [(mark.label, *(gib(device.in_use) for device in mark.devices)) for mark in self._marks]
+        return list(text_table(rows, "<" + ">" * len(names)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
 
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +30,7 @@ from pirl.training import preflight
 from pirl.training.build import build_acting, build_transform, load_policy
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
+from pirl.training.ending import summary
 from pirl.training.eval_fn import EvalFn, find_eval_fn
 from pirl.training.evaluator import Evaluations
 from pirl.training.interrupt import stop_on_signal
@@ -111,11 +114,14 @@ def run(
     start, total, is_main = int(extra.get("step", 0)), config.num_train_steps, distributed.is_main()
     memory, patience = GPUMemoryMonitor(), Patience(config.early_stop, extra.get("patience"))
     updates, step, stopped = int(state.step), start, False
+    first_update, began = updates, time.monotonic()
+    if config.log_memory:
+        memory.mark("weights loaded")
     ending = "" if start < total else f"step {start} of {total} is done already; --max-steps N trains on"
     if is_main:
         write_yaml(config.run_dir / CONFIG_FILE, config, overwrite=True)
     with (
-        metric_log(config, start if extra else None, extra.get("pending")) as log,
+        metric_log(config, extra) as log,
         Progress(config.name, total, start=start, interval=None, is_main=is_main) as progress,
         stop_on_signal() as stop,
         Watchdog(config.watchdog, config.run_dir) as watchdog,
@@ -126,6 +132,7 @@ def run(
             check_finite(pending, step=step)
             check_state(state, step=step)
             position = {"step": step, "stream": stream.state(), "pending": pending, "patience": patience.state()}
+            position["closing"] = log.closing
             if not checkpoints.save(step, state, extra=position, metrics=values, weights=agent.served(state)):
                 checkpoints.amend(step, position)  # the same weights, and more that was collected with them
             stream.prune(kept["stream"] for kept in chain([position], checkpoints.extras()))
@@ -138,6 +145,8 @@ def run(
                     if updates == 0 and is_main:
                         save_camera_grid(batch["observations"], config.run_dir / "first_batch.png")
                     state, metrics = update(state, batch, jax.random.fold_in(key, updates))
+                    if config.log_memory and updates == first_update:
+                        memory.mark(f"step {step}, compiled" if jax.block_until_ready(metrics) else "")
                     log.count_flops(partial(update_flops, agent, state, batch))
                     updates += 1
                     stream.notice(metrics)
@@ -149,7 +158,7 @@ def run(
             except EnvError:  # nor here: the environments are broken, not what was learned in them
                 save(step - 1, None)
                 raise
-            values = log.log(step, stream.metrics(), updates=updates)
+            values = log.log(step, stream.metrics(), updates=updates, last=step == total)
             if values is not None:
                 check_finite(values, step=step)
                 if config.log_memory:
@@ -166,7 +175,7 @@ def run(
             watchdog.beat()
             if values and (alarms := watchdog.look(values)):
                 log.write(step, alarms)
-            if patience.exhausted(values or {}) and step < total:
+            if patience.exhausted(values if values and log.closing is None else {}) and step < total:
                 ending = f"stopped early at step {step}: {patience}"
             elif step < total and stop.agreed(step):
                 stopped, ending = True, f"interrupted after step {step}; --resume goes on from there"
@@ -178,6 +187,8 @@ def run(
                 break
         checkpoints.wait()
         stream.prune(kept["stream"] for kept in checkpoints.extras())
+    if is_main and (said := summary(config, checkpoints, start=start, step=step, seconds=time.monotonic() - began)):
+        print(said)
     if is_main and config.log_memory:
         Console(stderr=True).print(memory.report(), markup=False)
     if is_main and ending:
@@ -194,8 +205,10 @@ def initial_state(
     return make(key, weights)
 
 
-def metric_log(config: RLTrainConfig, resume_step: int | None, pending: Any) -> MetricLog:
-    """Console, files and the chosen services."""
+def metric_log(config: RLTrainConfig, extra: Mapping[str, Any]) -> MetricLog:
+    """Console, files and the chosen services; `extra` is what was stored beside the step that the run goes on from."""
+    goes_on = extra.get("step", 0) < config.num_train_steps
+    named = f"{config.name}/{config.exp_name}"
     peak = peak_flops(jax.devices()[0].device_kind)
     return MetricLog(
         config.run_dir,
@@ -204,7 +217,8 @@ def metric_log(config: RLTrainConfig, resume_step: int | None, pending: Any) -> 
         is_main=distributed.is_main(),
         timers=Timers(batch_size=config.batch_size, peak_flops=peak and peak * jax.device_count()),
         schedules=schedules(config),
-        run=RunInfo(name=f"{config.name}/{config.exp_name}", config=to_dict(config), **asdict(config.tracking)),
-        resume_step=resume_step,
-        pending=pending,
+        run=RunInfo(name=named, steps=config.num_train_steps, config=to_dict(config), **asdict(config.tracking)),
+        resume_step=int(extra["step"]) if extra else None,
+        pending=extra.get("pending"),
+        closing=extra.get("closing") if goes_on else None,
     )

@@ -154,10 +154,12 @@ class MetricLog:
         run: RunInfo | None = None,
         resume_step: int | None = None,
         pending: Mapping[str, Sequence[float]] | None = None,
+        closing: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`last` names metrics (or the last part of their names) of which not the mean but the last value counts.
 
+        `closing` is the time of the record that ended the run before its interval did; going on, it is dropped.
         `schedules` are metrics that the number of updates before a step decides; they cost nothing between records.
         """
         if interval < 1:
@@ -166,7 +168,9 @@ class MetricLog:
         self._schedules = dict(schedules or {})
         self._interval, self._last, self._clock = interval, frozenset(last), clock
         self._gathered: dict[str, list[Any]] = {name: list(values) for name, values in (pending or {}).items()}
-        self._sinks = _open(Path(directory), sinks, run or RunInfo(), resume_step) if is_main else []
+        self.closing: float | None = None
+        """When the last record was written, if its interval had not ended."""
+        self._sinks = _open(Path(directory), sinks, run or RunInfo(), resume_step, closing) if is_main else []
 
     def gather(self, metrics: Mapping[str, Any]) -> None:
         """Keep the scalars of one update, without waiting for them."""
@@ -175,14 +179,22 @@ class MetricLog:
             self.timers.tick()
 
     def log(
-        self, step: int, metrics: Mapping[str, Any] | None = None, *, updates: int | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        updates: int | None = None,
+        last: bool = False,
     ) -> dict[str, float] | None:
         """A step is done, with these numbers of its own; at the end of an interval write, and return what was written.
 
-        `updates` counts those so far, where a step is not one.
+        `updates` counts those so far, where a step is not one. The `last` step is always written; its interval goes on
+        if the run does.
         """
         self._keep(metrics or {})
-        return self.flush(step, updates=updates) if step % self._interval == 0 else None
+        if step % self._interval == 0:
+            return self.flush(step, updates=updates)
+        return self.flush(step, updates=updates, goes_on=True) if last else None
 
     def _keep(self, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
@@ -201,24 +213,26 @@ class MetricLog:
         if self.timers:
             self.timers.count_flops(count)
 
-    def flush(self, step: int, *, updates: int | None = None) -> dict[str, float]:
+    def flush(self, step: int, *, updates: int | None = None, goes_on: bool = False) -> dict[str, float]:
         """Write what was gathered so far; the one place that waits for the device."""
         gathered, names = jax.device_get(self._gathered), list(self._gathered)
-        self._gathered = {}
+        self._gathered = {name: list(gathered[name]) for name in names} if goes_on else {}
         values = {name: self._reduce(name, gathered[name]) for name in names}  # jax has sorted them
         before = max((step if updates is None else updates) - 1, 0)
         values |= {name: float(schedule(before)) for name, schedule in self._schedules.items()}
         if self.timers:
             values |= self.timers.read()
         values |= memory_values()
-        self.write(step, values)
+        written = self.write(step, values)
+        self.closing = written if goes_on else None
         return values
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write numbers as they are, now: results of an evaluation, for example."""
+    def write(self, step: int, values: Mapping[str, float]) -> float:
+        """Write numbers as they are, now: results of an evaluation, for example. Returns the record's time."""
         record = Record(step=step, time=self._clock(), values={name: float(value) for name, value in values.items()})
         for sink in self._sinks:
             sink.write(record)
+        return record.time
 
     def pending(self) -> dict[str, list[float]]:
         """The interval that has begun but is not written, for a checkpoint; waits for the device."""
@@ -243,13 +257,15 @@ class MetricLog:
         return float(np.mean(np.asarray(entries, np.float64)))
 
 
-def _open(directory: Path, sinks: Sequence[SinkName | Sink], run: RunInfo, resume_step: int | None) -> list[Guarded]:
+def _open(
+    directory: Path, sinks: Sequence[SinkName | Sink], run: RunInfo, resume_step: int | None, closing: float | None
+) -> list[Guarded]:
     """The two files, made to fit the step the run starts from, and the chosen sinks."""
     directory.mkdir(parents=True, exist_ok=True)
     jsonl, table = directory / sinks_module.JSONL_FILE, directory / sinks_module.CSV_FILE
     if resume_step is not None:
-        sinks_module.truncate_jsonl(jsonl, resume_step)
-        sinks_module.truncate_csv(table, resume_step)
+        sinks_module.truncate_jsonl(jsonl, resume_step, without=closing)
+        sinks_module.truncate_csv(table, resume_step, without=closing)
     elif present := [path for path in (jsonl, table) if path.exists() and path.stat().st_size]:
         raise ConfigError(
             f"{present[0]} already holds the metrics of a run, and this run starts anew",

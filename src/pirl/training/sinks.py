@@ -13,7 +13,6 @@ import math
 import re
 import shutil
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from pirl.errors import MissingExtraError, PirlWarning
 from pirl.files import write_text
+from pirl.training.console import grouped, heading, one_line
 
 SinkName = Literal["console", "wandb", "trackio", "tensorboard"]
 """Sinks that are chosen; the two files are always written."""
@@ -56,6 +56,8 @@ class RunInfo:
     """Runs that belong together."""
     tags: tuple[str, ...] = ()
     """Tags at wandb."""
+    steps: int | None = None
+    """Steps it will take."""
     config: Mapping[str, Any] | None = None
     """The resolved configuration, as plain data."""
 
@@ -109,27 +111,23 @@ class Guarded:
 
 
 class ConsoleSink:
-    """One line per record; on a terminal, folded to its width."""
+    """Prints each record through `sys.stdout` as it is now: a live progress bar puts itself there and stays below."""
+
+    def __init__(self, total: int | None = None) -> None:
+        """`total` steps make the run; with them each line says how far it is and how long it will take."""
+        self._total = total
+        self._first: Record | None = None
 
     def write(self, record: Record) -> None:
-        """Print through `sys.stdout` as it is now: a live progress bar puts itself there, and stays below."""
-        line = format_line(record.step, record.values)
-        print(fold(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line, flush=True)
+        """One line, or on a terminal one line per group."""
+        self._first = first = self._first or record
+        steps = record.step - first.step
+        head = heading(record.step, self._total, (record.time - first.time) / steps if steps > 0 else None)
+        width = shutil.get_terminal_size().columns
+        print(grouped(head, record.values, width) if sys.stdout.isatty() else one_line(head, record.values), flush=True)
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def format_line(step: int, values: Mapping[str, float]) -> str:
-    """`step 1,200  actor/loss 0.0123  ...`."""
-    return "  ".join([f"step {step:,}", *(f"{name} {value:.4g}" for name, value in values.items())])
-
-
-def fold(line: str, width: int) -> str:
-    """The line on as many as it takes; a name stays with its number."""
-    bound = (entry.replace(" ", "\N{NO-BREAK SPACE}") for entry in line.split("  "))
-    folded = textwrap.fill("  ".join(bound), width=max(40, width), subsequent_indent="    ", break_on_hyphens=False)
-    return folded.replace("\N{NO-BREAK SPACE}", " ")
 
 
 class JsonlSink:
@@ -157,18 +155,19 @@ def to_json(record: Record) -> str:
     return json.dumps(entry, allow_nan=False, ensure_ascii=False)
 
 
-def truncate_jsonl(path: Path, step: int) -> None:
-    """Drop what was written after `step`, and a last line that a crash cut in two."""
+def truncate_jsonl(path: Path, step: int, *, without: float | None = None) -> None:
+    """Drop what was written after `step`, a last line that a crash cut in two, and the record of the time `without`."""
     if path.exists():
         text = path.read_text(encoding="utf-8")
-        kept = "".join(line for line in text.splitlines(keepends=True) if _written_by(line, step))
+        kept = "".join(line for line in text.splitlines(keepends=True) if _written_by(line, step, without))
         if kept != text:
             write_text(path, kept)
 
 
-def _written_by(line: str, step: int) -> bool:
+def _written_by(line: str, step: int, without: float | None) -> bool:
     try:
-        return line.endswith("\n") and int(json.loads(line)["step"]) <= step
+        entry = json.loads(line) if line.endswith("\n") else {}
+        return int(entry["step"]) <= step and (without is None or entry["time"] != without)
     except (ValueError, KeyError, TypeError):
         return False
 
@@ -195,11 +194,13 @@ class CsvSink:
         """Nothing is held."""
 
 
-def truncate_csv(path: Path, step: int) -> None:
-    """Drop rows after `step` and columns only they had, so that a run that goes on adds them in the same order."""
+def truncate_csv(path: Path, step: int, *, without: float | None = None) -> None:
+    """Drop rows after `step`, the one of the time `without`, and columns that only they had: a run that goes on adds
+    them in the same order.
+    """
     if path.exists():
         columns, rows = _read_csv(path)
-        rows = [row for row in rows if int(row["step"]) <= step]
+        rows = [row for row in rows if int(row["step"]) <= step and (without is None or float(row["time"]) != without)]
         columns = [name for name in columns if any(row.get(name) for row in rows)]
         write_text(path, _csv_text(columns, rows, header=bool(columns)))
 
@@ -276,7 +277,7 @@ def _extra(package: str, extra: str) -> ModuleType:
 def open_sink(name: SinkName, directory: Path, run: RunInfo) -> Guarded:
     """A sink by name; one that cannot be opened is off from the start, with a warning."""
     makers: dict[str, Callable[[], Sink]] = {
-        "console": ConsoleSink,
+        "console": lambda: ConsoleSink(run.steps),
         "wandb": lambda: TrackerSink("wandb", directory, run),
         "trackio": lambda: TrackerSink("trackio", directory, run),
         "tensorboard": lambda: TensorBoardSink(directory),

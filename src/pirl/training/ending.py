@@ -1,0 +1,60 @@
+"""What is said when a run ends: where it is, which step is best, and what to type next."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from pirl.checkpoints.run import Checkpoints
+from pirl.config import RLTrainConfig
+from pirl.planning.memory import text_table
+from pirl.training.config import KeepBest
+from pirl.training.console import HEADLINES, number
+
+
+def summary(config: RLTrainConfig, checkpoints: Checkpoints, *, start: int, step: int, seconds: float) -> str:
+    """Folder, time, a table of the saved steps, and the next commands. Empty if nothing was saved."""
+    metrics = {saved: checkpoints.metadata(saved).get("metrics") or {} for saved in checkpoints.all_steps()}
+    if not metrics:
+        return ""
+    best = best_step(metrics, config.checkpoint.keep_best or KeepBest())
+    chosen = step if best is None else best
+    return "\n".join(
+        [
+            f"{config.name}/{config.exp_name}: {step - start:,} steps in {timedelta(seconds=round(seconds))}, "
+            f"now at step {step:,}; {config.run_dir}",
+            *table(metrics, best),
+            "next:",
+            *(f"  {command}" for command in next_commands(config, config.run_dir, chosen)),
+        ]
+    )
+
+
+def best_step(metrics: Mapping[int, Mapping[str, float]], rule: KeepBest) -> int | None:
+    """The saved step with the best value of the metric that chooses; of equals the later one."""
+    sign = 1 if rule.mode == "max" else -1
+    scores = {
+        step: sign * values[rule.metric] for step, values in metrics.items() if values.get(rule.metric) is not None
+    }
+    return max(scores, key=lambda step: (scores[step], step), default=None)
+
+
+def table(metrics: Mapping[int, Mapping[str, float]], best: int | None) -> list[str]:
+    """The saved steps with the headline metrics they were saved with."""
+    names = [name for name in HEADLINES if any(name in values for values in metrics.values())][:6]
+    rows = [("step", *names)]
+    for step, values in metrics.items():
+        shown = ("–" if values.get(name) is None else number(values[name]) for name in names)
+        rows.append((f"{step:,}{' (best)' if step == best else ''}", *shown))
+    return text_table(rows, "<" + ">" * len(names))
+
+
+def next_commands(config: RLTrainConfig, folder: Path, step: int) -> list[str]:
+    """Look, measure, go on, hand over."""
+    commands = [f"pirl report {folder}"]
+    if config.env is not None:
+        commands.append(f"pirl eval {folder}/{step} --episodes 100")
+    elif config.data.held_out:
+        commands.append(f"pirl eval {folder}/{step} --data")
+    commands.append(f"pirl train {folder} --max-steps {2 * config.num_train_steps}")
+    commands.append(f"pirl export openpi {folder}/{step} --out to_robot")
+    return commands
