@@ -329,7 +329,10 @@ class RLTrainConfig(Checked):
             "evaluation": self.evaluation is not None,
         }
         if self.env is None and (needs := [name for name, wanted in acts.items() if wanted]):
-            yield f"{' and '.join(needs)} without an environment", "name one: --env, or take a recipe that has one"
+            yield (
+                f"{' and '.join(needs)} without an environment",
+                "name one: --env.type Aloha, or take a recipe that has one",
+            )
         if self.online is not None and not self.agent.replays:
             yield (
                 f"online is set, and {tag(type(self.agent))} does not learn from a replay buffer",

@@ -11,6 +11,7 @@ import pytest
 
 from pirl.cli import app, doctor
 from pirl.cli.doctor import Check
+from pirl.recipes import aloha
 
 OLD, NEW, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 Usage = namedtuple("Usage", "free")
@@ -77,6 +78,35 @@ def test_extras_are_read_from_the_metadata(packages: dict) -> None:
     check = doctor.check_extra("gpu")
     assert (check.ok, check.detail) == (True, "jax 1.5, jaxlib 1.5, jax-gpu 1.6, cublas 13")
     assert doctor.check_extra("video").detail == "not installed: video-lib"
+
+
+def test_an_extra_of_extras_is_there_when_they_are(packages: dict) -> None:
+    packages["pirl"][1].append("pirl[gpu,video]; extra == 'all'")
+    assert "jax-gpu" in doctor.check_extra("all").detail
+    assert "video-lib" in doctor.check_extra("all").detail
+    assert doctor.check_extra("all").ok is None
+
+
+def test_full_size_modes_that_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+
+    def told(count: int, gib: float) -> Check:
+        return doctor.check_modes([{"kind": "GPU", "bytes": int(0.75 * gib * doctor.GIB)}] * count)
+
+    small = told(1, 24)
+    assert "22 GiB to train in fit act (pirl eval, pirl serve); LoRA ACRLPD, batch 16" in small.detail
+    assert "not full BC, batch 32 (bc_aloha_fold) (62 GiB x 1)" in small.detail
+    assert (small.ok, small.fix) == (True, "pirl plan RECIPE --device-gb GB")
+    assert "not" not in told(8, 80).detail
+    assert doctor.check_modes([{"kind": "cpu", "bytes": None}]).ok is None
+
+
+def test_the_modes_are_those_that_the_recipes_speak_of() -> None:
+    said = " ".join((aloha.__doc__ or "").split())
+    for mode, (count, needed) in list(doctor.MODES.items())[1:]:
+        recipe = mode.partition("(")[2].strip(")").partition(",")[0]
+        assert f"{recipe} {needed} GiB" in said
+        assert (f"{needed} GiB on each of {count} devices" in said) == (count > 1)
 
 
 def test_every_declared_extra_is_checked() -> None:
@@ -276,6 +306,7 @@ def test_one_line_each_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys
         "✓ a                there",
         "– b                absent [x]  if needed: get it",
         "✓ jax              0.11.0, cpu: 1 x cpu",
+        "– full-size modes  no GPU that tells its memory: full-size models need one",
     ]
     results(monkeypatch, Check(name="c", ok=False, detail="broken", fix="mend it"), fine)
     assert app.main(["doctor"]) == 1
@@ -288,7 +319,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
     assert found["checks"][0] == {"name": "c", "ok": False, "detail": "broken", "fix": "mend it"}
-    assert [check["name"] for check in found["checks"]] == ["c", "jax"]
+    assert [check["name"] for check in found["checks"]] == ["c", "jax", "full-size modes"]
 
 
 def test_it_answers_where_jax_is_broken(tmp_path: Path) -> None:

@@ -135,7 +135,14 @@ def test_results_of_another_evaluation_are_not_replaced(folder: Path, capsys: py
     words = [str(copy), "--episodes", "2"]
     result_of(capsys, *words)
     kept = (copy / "evaluations/20-test/eval.json").read_text()
-    assert "another evaluation" in refused(capsys, 1, *words, "--seed", "3")
+    assert "another evaluation" in refused(capsys, 1, *words, "--execute", "1")
+    assert result_of(capsys, *words, "--seed", "3")["evaluation"]["seed"] == 3
+    assert result_of(capsys, str(copy), "--episodes", "3")["evaluation"]["episodes"] == 3
+    assert {path.name for path in (copy / "evaluations").iterdir()} == {
+        "20-test",
+        "20-test-seed-3",
+        "20-test-episodes-3",
+    }
     assert (copy / "evaluations/20-test/eval.json").read_text() == kept
     assert result_of(capsys, *words, "--seed", "3", "--overwrite")["evaluation"]["seed"] == 3
     (copy / "evaluations/20-test/eval.json").write_text("what?")

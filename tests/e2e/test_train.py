@@ -110,14 +110,16 @@ def test_the_folder_of_a_run(finished: Finished) -> None:
 
 def test_metrics_and_learning_rates(finished: Finished) -> None:
     lines = records(finished.config.run_dir)
-    assert [line["step"] for line in lines] == [2, 4]
+    assert [line["step"] for line in lines] == [2, 4, 5]
     for line in lines:
         # Twenty steps of warm-up to 1e-3, of which step k is number k - 1.
         ramp = 1e-3 / 21 + (1e-3 - 1e-3 / 21) * (line["step"] - 1) / 20
         assert line["values"]["policy/learning_rate"] == pytest.approx(ramp, rel=1e-5)
         assert line["values"]["critic/learning_rate"] == pytest.approx(1e-3, rel=1e-5)
         assert {"actor/loss", "critic/loss", "actor/ess", "data/valid_fraction"} <= set(line["values"])
-    assert f"step 2  actor/advantage {lines[0]['values']['actor/advantage']:.4g}" in finished.printed
+    assert f"step 2/5  actor/loss {lines[0]['values']['actor/loss']:.3g}" in finished.printed
+    assert "debug/first: 5 steps in 0:" in finished.printed
+    assert f"pirl export openpi {finished.step} --out to_robot" in finished.printed
 
 
 def test_the_checkpoint_is_openpis(finished: Finished) -> None:

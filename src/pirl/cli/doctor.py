@@ -40,8 +40,16 @@ GIB = 2**30
 WEIGHTS_BYTES = 13 * 10**9
 CHECKPOINT_BYTES = 4 * WEIGHTS_BYTES
 # A requirement as package metadata spells it: `jax[cuda13]<0.12,>=0.10; extra == "cuda"`.
-REQUIREMENT = r"""^([\w.-]+)(?:\[([\w-]+)\])?(?:.*extra\s*==\s*['"]([\w.-]+)['"])?"""
+REQUIREMENT = r"""^([\w.-]+)(?:\[([\w,-]+)\])?(?:.*extra\s*==\s*['"]([\w.-]+)['"])?"""
 APT = "apt-get install -y libosmesa6 libegl1 libgl1-mesa-dri libgles2"
+
+MODES = {
+    "act (pirl eval, pirl serve)": (1, 7),
+    "LoRA ACRLPD, batch 16 (acrlpd_aloha_fold_lora)": (1, 18),
+    "full BC, batch 32 (bc_aloha_fold)": (1, 62),
+    "full ACRLPD, batch 128 (acrlpd_aloha_fold, --mesh.fsdp 8)": (8, 12),
+}
+"""Full-size modes: devices, GiB on each with `--model.remat full`, by `pirl plan`. A test compares the recipes."""
 
 # The probe must not take the share of GPU memory a training run will want, nor fail because one is running.
 PROBE_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -210,8 +218,8 @@ def start_probe() -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def check_jax(probe: subprocess.Popen[str], timeout: float) -> Check:
-    """What jax answered: its version, backend, devices and the memory it may use on each."""
+def check_jax(probe: subprocess.Popen[str], timeout: float, devices: list[dict] | None = None) -> Check:
+    """What jax answered: its version, backend, devices and the memory it may use on each; adds them to `devices`."""
     try:
         out, err = probe.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -224,12 +232,29 @@ def check_jax(probe: subprocess.Popen[str], timeout: float) -> Check:
         fix = "pip install --upgrade --force-reinstall jax jaxlib"
         return Check(name="jax", ok=False, detail=f"does not start: {reason}", fix=fix)
     answer = json.loads(out.splitlines()[-1])
+    if devices is not None:
+        devices += answer["devices"]
     detail = f"{answer['version']}, {answer['backend']}: {_describe_devices(answer['devices'])}"
     if answer["backend"] == "cpu" and shutil.which("nvidia-smi") and not os.environ.get("JAX_PLATFORMS"):
         detail += f", but this machine has an NVIDIA GPU ({reason})"
         fix = "pip install 'pirl[cuda]'; to stay on the CPU: export JAX_PLATFORMS=cpu"
         return Check(name="jax", ok=False, detail=detail, fix=fix)
     return Check(name="jax", ok=True, detail=detail)
+
+
+def check_modes(devices: list[dict]) -> Check:
+    """Which full-size modes fit the GPUs that jax found."""
+    name, sizes = "full-size modes", [device["bytes"] for device in devices if device["bytes"]]
+    if not sizes:
+        return Check(name=name, ok=None, detail="no GPU that tells its memory: full-size models need one")
+    share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
+    usable = min(sizes) / float(share) * float(TRAINING_SHARE) / GIB
+    fit = [mode for mode, (count, needed) in MODES.items() if needed <= usable and count <= len(sizes)]
+    rest = [f"{mode} ({needed} GiB x {count})" for mode, (count, needed) in MODES.items() if mode not in fit]
+    detail = f"{usable:.0f} GiB to train in fit {'; '.join(fit) or 'none'}" + (
+        f"; not {'; '.join(rest)}" if rest else ""
+    )
+    return Check(name=name, ok=bool(fit) or None, detail=detail, fix="pirl plan RECIPE --device-gb GB" if rest else "")
 
 
 def local_checks() -> list[tuple[str, Callable[[], Check]]]:
@@ -271,7 +296,9 @@ def examine(timeout: float) -> Iterator[Check]:
     try:
         for name, check in local_checks():
             yield guarded(name, check)
-        yield guarded("jax", partial(check_jax, probe, timeout))
+        devices: list[dict] = []
+        yield guarded("jax", partial(check_jax, probe, timeout, devices))
+        yield guarded("full-size modes", partial(check_modes, devices))
     finally:
         if probe.poll() is None:
             probe.kill()
@@ -321,10 +348,10 @@ def _requirements(distribution: str, *, extra: str = "") -> list[str]:
         name, inner, wanted_by = re.findall(REQUIREMENT, requirement)[0]
         if wanted_by != extra:
             continue
-        names.append(name)
+        names += [name] if name != distribution else []  # `sims` is pirl[aloha,ogbench,libero]
         if inner and _version(name) is not None:  # an absent package cannot say what it would bring
-            names += _requirements(name, extra=inner)
-    return names
+            names += [found for one in inner.split(",") for found in _requirements(name, extra=one)]
+    return list(dict.fromkeys(names))
 
 
 def _version(distribution: str) -> str | None:

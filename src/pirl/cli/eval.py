@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         config = replace(other.config, env=found.config.env, rollout=found.config.rollout)
         other = replace(other, config=config)
         asked["compared_with"] = _asked(args, other)
-    out = args.out or _default_folder(args, found, other)
+    out = args.out or _own_folder(_default_folder(args, found, other), asked, overwrite=args.overwrite)
     _check_target(out / FILE, asked, overwrite=args.overwrite)
     with build_pool(found.config) as pool:
         films = {name: Highlights(args.video or 0) for name in asked}
@@ -141,6 +141,20 @@ def _default_folder(args: argparse.Namespace, found: Any, other: Any = None) -> 
     if other is not None:
         name += f"-vs-{other.config.name}-{other.folder.name}"
     return (found.run or Path()) / FOLDER / name
+
+
+def _own_folder(folder: Path, asked: Mapping[str, Any], *, overwrite: bool) -> Path:
+    """The folder, or one beside it where that holds the results of other episodes or another seed."""
+    import json
+
+    try:
+        there = json.loads((folder / FILE).read_text(encoding="utf-8"))["evaluation"]
+        differs = [name for name in ("episodes", "seed") if there[name] != asked[""][name]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder
+    if overwrite or not differs:
+        return folder
+    return folder.with_name("-".join([folder.name, *(f"{name}-{asked[''][name]}" for name in differs)]))
 
 
 def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:

@@ -117,7 +117,9 @@ def dataset_folder(name: str) -> Path:
 def build_pool(config: RLTrainConfig) -> EnvPool:
     """The environments."""
     if config.env is None:
-        raise ConfigError(f"{config.name} has no environment", hint="name one: --env, or take a recipe that has one")
+        raise ConfigError(
+            f"{config.name} has no environment", hint="name one: --env.type Aloha, or take a recipe that has one"
+        )
     if jax.process_count() > 1:
         raise ConfigError(
             f"{jax.process_count()} processes train together, and one of them alone can act",
