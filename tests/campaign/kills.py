@@ -346,6 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PIRL_HOME": str(folder / "home"),
+        "PIRL_TRUST": "acting_runs,collecting_runs",
     }
     _import_all()
     began, moments, wanted = time.monotonic(), random.Random(args.seed), args.only.split(",")

@@ -30,7 +30,7 @@ from pirl.agents.agent import TrainState
 from pirl.checkpoints.checksums import damage, damaged_step, extra_text, read_extra, seal, verifying
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.ownership import foreign_in_step
-from pirl.checkpoints.quiet import quieten_orbax
+from pirl.checkpoints.quiet import quieten_orbax, stop_metrics_leak
 from pirl.checkpoints.restore import check_types, restore_tree
 from pirl.checkpoints.run_directory import (
     METADATA_FILE,
@@ -75,6 +75,7 @@ class Checkpoints:
         behind is removed first. `read_only` looks at a run, also while it is being trained, and changes nothing.
         """
         quieten_orbax()
+        stop_metrics_leak()
         self.directory = Path(directory).expanduser().absolute()
         self.config = config
         self._run = as_json(dict(run or {}))
@@ -267,8 +268,9 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Runs in the background, on process 0, once all items are written and before the step gets its name."""
-        for folder in self.directory.glob(f"{self._sealing}.orbax-checkpoint-tmp*"):
-            seal(folder)
+        for folder in self.directory.glob(_UNFINISHED):
+            if folder.name.split(".")[0] == str(self._sealing):
+                seal(folder)
 
     def _unmark(self, step: int) -> None:
         """Orbax 0.12 marks finished folders with a file that names their path; OpenPI's has none."""
