@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import typing
 from collections.abc import Iterator
@@ -164,6 +165,12 @@ def test_links(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             dead.append(target)
     assert not dead
+
+
+def test_translations_say_what_their_originals_say() -> None:
+    """A page.zh.md that falls behind its page.md; `python docs/translations.py` lists the same."""
+    problems = runpy.run_path(str(ROOT / "docs/translations.py"))["check"]()
+    assert not problems, "\n".join(problems)
 
 
 def test_lists_hold_their_code() -> None:

@@ -90,10 +90,6 @@ def test_the_site_has_every_page_in_both_languages(site: dict[str, str]) -> None
         assert re.search(r"<h1[^>]*>[^<]*[\u4e00-\u9fff]", site[f"zh/{page}"]), name
 
 
-def test_translations_say_what_their_originals_say(translations: ModuleType) -> None:
-    assert not translations.check()
-
-
 def test_a_page_that_falls_behind_is_noticed(translations: ModuleType, tmp_path: Path) -> None:
     english, chinese = tmp_path / "a.md", tmp_path / "a.zh.md"
     english.write_text("# A\n\nIt takes 52 s.\n\n```bash\npirl doctor    # look\n```\n\n* `seed`\n* [b](b.md)\n")
