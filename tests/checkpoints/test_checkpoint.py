@@ -19,7 +19,8 @@ from golden_data import FAMILIES
 from pirl.agents.agent import TrainState
 from pirl.agents.optim import make_optimizer, make_schedule
 from pirl.checkpoints.inspect import describe
-from pirl.checkpoints.run import Checkpoints, prepare_directory, steps_to_keep
+from pirl.checkpoints.run import Checkpoints, steps_to_keep
+from pirl.checkpoints.run_directory import prepare_directory
 from pirl.checkpoints.run_metadata import check_compatible, config_changes, run_metadata
 from pirl.checkpoints.weights import load_openpi
 from pirl.data.normalize import load_norm_stats

@@ -7,7 +7,8 @@ import pytest
 
 from pirl.checkpoints.openpi import save_openpi
 from pirl.checkpoints.ownership import foreign_in_run, is_export
-from pirl.checkpoints.run import Checkpoints, prepare_directory
+from pirl.checkpoints.run import Checkpoints
+from pirl.checkpoints.run_directory import prepare_directory
 from pirl.data.replay import prune
 from pirl.errors import CheckpointError, EnvError
 from pirl.rollout.files import delete_rollouts

@@ -8,21 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pirl.data.aloha_units import aloha_actions_from_pi, aloha_actions_to_pi, aloha_state_from_pi, aloha_state_to_pi
 from pirl.data.normalize import NormStats
 from pirl.data.resize import fit, letterbox
-from pirl.data.robots import (
-    ROBOTS,
-    Robot,
-    aloha,
-    aloha_actions_from_pi,
-    aloha_actions_to_pi,
-    aloha_state_from_pi,
-    aloha_state_to_pi,
-    delta_mask,
-    get_robot,
-    libero,
-    make_robot,
-)
+from pirl.data.robots import ROBOTS, Robot, aloha, delta_mask, get_robot, libero, make_robot
 from pirl.data.tokenizer import ByteTokenizer
 from pirl.data.transforms import Transform, parse_image
 from pirl.errors import ConfigError, DataError

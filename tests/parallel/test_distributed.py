@@ -35,7 +35,8 @@ import jax, jax.numpy as jnp, numpy as np
 from pirl.agents.agent import TrainState
 from pirl.errors import PirlError
 from pirl.parallel import distributed
-from pirl.checkpoints.run import Checkpoints, prepare_directory
+from pirl.checkpoints.run import Checkpoints
+from pirl.checkpoints.run_directory import prepare_directory
 from pirl.training.config import CheckpointConfig
 from pirl.parallel.sharding import (
     check_batch, make_mesh, replicated, shard_batch, sharded_shapes, state_shardings, validate_fsdp_sharding,

@@ -13,10 +13,9 @@ has a number for a name is whole, however a process ended.
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +27,7 @@ from filelock import FileLock
 from pirl import __version__
 from pirl.agents.agent import TrainState
 from pirl.checkpoints.checksums import damage, damaged_step, extra_text, read_extra, seal, verifying
+from pirl.checkpoints.file_items import FilesHandler, FilesSave
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.ownership import foreign_in_step
 from pirl.checkpoints.quiet import quieten_orbax, stop_metrics_leak
@@ -37,10 +37,10 @@ from pirl.checkpoints.run_directory import (
     complete_steps,
     io_errors,
     lock_run,
-    prepare_directory,
     reason_of,
 )
-from pirl.checkpoints.run_metadata import as_json, check_compatible, finite_metrics
+from pirl.checkpoints.run_metadata import as_json, finite_metrics
+from pirl.checkpoints.split import join_state, keeps_policy, split_state
 from pirl.checkpoints.weights import load_openpi, openpi_leaves
 from pirl.data.normalize import NormStats, save_norm_stats
 from pirl.errors import CheckpointError, PirlError
@@ -49,8 +49,6 @@ from pirl.models.params import flatten, nest
 from pirl.names import ASSETS_ITEM, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.parallel.distributed import barrier, is_main
 from pirl.training.config import CheckpointConfig
-
-__all__ = ["Checkpoints", "check_compatible", "prepare_directory", "steps_to_keep"]
 
 EXTRA_ITEM, EXTRA_FILE = "extra", "extra.json"
 _UNFINISHED = "[0-9]*.orbax-checkpoint-tmp*"
@@ -338,71 +336,9 @@ def steps_to_keep(steps: list[int], scores: Mapping[int, float], config: Checkpo
     return keep
 
 
-def keeps_policy(folder: Path) -> bool:
-    """Whether the step stores the policy beside the weights to act with, because they differ."""
-    keys = read_json(folder / TRAIN_STATE_ITEM / "_METADATA").get("tree_metadata", {})
-    return any(str(key).startswith("('groups', 'policy'") for key in keys)
-
-
-def split_state(state: TrainState, *, keep_policy: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(weights to act with, everything else), with nothing in both unless `keep_policy`.
-
-    As in OpenPI, `params` of the rest holds the raw weights where the weights to act with are an average, else nothing.
-    """
-    averaged = "policy" in state.ema
-    groups, ema, raw = dict(state.params), dict(state.ema), {}
-    if not keep_policy:
-        raw = groups.pop("policy")
-        ema.pop("policy", None)
-    rest = {
-        "step": state.step,
-        "params": raw if averaged else {},
-        "groups": groups,
-        "target": state.target,
-        "ema": ema,
-        "opt": state.opt,
-        "scalars": state.scalars,
-    }
-    return state.policy, rest
-
-
-def join_state(reference: TrainState, weights: dict[str, Any], rest: Mapping[str, Any]) -> TrainState:
-    """The inverse of `split_state`; the reference says which weights are averaged, and which are frozen."""
-    params, ema = dict(rest["groups"]), dict(rest["ema"])
-    averaged = "policy" in reference.ema
-    if "policy" not in params:
-        params = {"policy": rest["params"] if averaged else weights, **params}
-        ema = {"policy": weights, **ema} if averaged else ema
-    parts = {name: rest[name] for name in ("step", "target", "opt", "scalars")}
-    return replace(reference, params=params, ema=ema, **parts)
-
-
-class FilesHandler(ocp.CheckpointHandler):  # type: ignore[misc]
-    """An item of plain files, written by process 0. They are read without Orbax."""
-
-    def save(self, directory: Any, args: "FilesSave") -> None:
-        """Write the files."""
-        if is_main():
-            args.write(Path(directory))
-
-    def restore(self, directory: Any, args: Any = None) -> None:
-        """Not needed."""
-        raise NotImplementedError("the files of this item are read directly")
-
-
-@ocp.args.register_with_handler(FilesHandler, for_save=True)
-@dataclass
-class FilesSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """How an item of plain files comes to be."""
-
-    write: Callable[[Path], None]
-    """Writes them into the folder it is given."""
-
-
-@ocp.args.register_with_handler(FilesHandler, for_restore=True)
-@dataclass
-class FilesRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Orbax asks for one."""
+def _write_texts(target: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        (target / name).write_text(text, encoding="utf-8")
 
 
 def _asset_id(name: str) -> str:
@@ -410,11 +346,6 @@ def _asset_id(name: str) -> str:
     if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
         raise CheckpointError(f"{name!r} cannot name an asset", hint="a name such as trossen or me/my_robot")
     return name
-
-
-def _write_texts(target: Path, texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-        (target / name).write_text(text, encoding="utf-8")
 
 
 def _free(directory: Path) -> str:

@@ -1,78 +1,30 @@
-"""From sources of episodes to Q-chunk batches: drawn by counter, gathered, prefetched, put on devices.
+"""From sources of episodes to Q-chunk batches: drawn by counter, prefetched, put on devices.
 
 Batch k is a function of (seed, k), the data, and for online runs of what the replay buffer holds when the batch is
 asked for. Every host of a job computes the draw of the whole batch and gathers only its rows, so the batch does not
-depend on how many hosts there are. Pictures are copied once, from where the source holds them into the batch, as
-uint8; whatever is cheaper on the device (padding, scaling, augmentation) is left to it.
+depend on how many hosts there are.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Int
 
-from pirl.data.chunks import (
-    bootstrap_rows,
-    choose_donors,
-    chunk_actions,
-    chunk_outcomes,
-    fill_tails,
-    known_steps,
-)
+from pirl.data.chunks import known_steps
 from pirl.data.config import DataConfig
-from pirl.data.pool import (
-    DatasetStatistics,
-    FrameMemory,
-    MemoryPool,
-    Resident,
-    copy_frames,
-    dataset_statistics,
-    fingerprint,
-    row_generator,
-)
+from pirl.data.gather import Draw, Gatherer, LowDimTransform
+from pirl.data.pool import DatasetStatistics, MemoryPool, Resident, dataset_statistics, fingerprint, row_generator
 from pirl.data.replay import MemorySource, ReplayBuffer, ReplayStream
 from pirl.errors import ConfigError, DataError
-from pirl.records import Array, ChunkBatch, EpisodeSource, Observations
+from pirl.records import Array, ChunkBatch, EpisodeSource
 
 _Prepared = tuple[MemorySource | None, ChunkBatch]
 """A batch, and the replay buffer's contents it may have been drawn from."""
-
-
-@runtime_checkable
-class LowDimTransform(Protocol):
-    """What the loader needs of a robot's transforms: raw numbers and text in, the model's inputs out."""
-
-    def low_dim(
-        self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
-    ) -> Mapping[str, Array]:
-        """Normalised `state` and `actions` (if given), and for models that read text the prompt's tokens and mask."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Draw:
-    """A whole batch, over all hosts, before anything is copied."""
-
-    residents: Sequence[Resident]
-    """What is drawn from: offline data, the replay buffer, or both."""
-    part: Int[Array, "B"]
-    """Which of them each sample comes from."""
-    rows: Int[Array, "B"]
-    """The row it starts at."""
-    known: Int[Array, "B"]
-    """How many of the critic's steps it knows; the others are lent by another sample."""
-
-    def by_part(self, samples: Int[Array, "n"]) -> Iterator[tuple[Resident, Int[Array, "m"]]]:
-        """The residents that are needed, each with the positions in `samples` it serves."""
-        for number, resident in enumerate(self.residents):
-            positions = np.flatnonzero(self.part[samples] == number)
-            if len(positions):
-                yield resident, positions
 
 
 class ACRLPDDataLoader:
@@ -106,7 +58,6 @@ class ACRLPDDataLoader:
         self.batch_size = batch_size
         self.horizon = horizon
         self.cameras = (source if source is not None else replay).cameras  # type: ignore[union-attr]
-        self._transform = transform
         self._pool: MemoryPool | None = None
         if source is not None:
             ahead = source.prepare() or config.cache == "pool"
@@ -120,10 +71,16 @@ class ACRLPDDataLoader:
             )
         rules: dict[str, Any] = {"balance": config.balance, "imitated": config.online_imitated}
         self._replay = None if replay is None else ReplayStream(replay, discount=discount, **rules)
-        self._with_next = next_observations
         self._sharding = sharding
-        self._mine = np.arange(batch_size).reshape(host_count, -1)[host_id]
-        self._memory = FrameMemory()
+        self._gatherer = Gatherer(
+            transform=transform,
+            cameras=self.cameras,
+            horizon=horizon,
+            critic_horizon=self.critic_horizon,
+            boundary=config.boundary,
+            next_observations=next_observations,
+            mine=np.arange(batch_size).reshape(host_count, -1)[host_id],
+        )
         self.held_out: EpisodeSource | None = None
         """Episodes kept apart from these batches, where there are any."""
         self._step = 0
@@ -167,7 +124,9 @@ class ACRLPDDataLoader:
     def batch_at(self, resident: Resident, rows: Int[Array, "B"]) -> ChunkBatch:
         """The batch whose samples start at these rows, for measuring on always the same ones."""
         known = known_steps(resident.table, rows, critic_horizon=self.critic_horizon)
-        batch = self._gather(_Draw(residents=[resident], part=np.zeros(len(rows), np.int64), rows=rows, known=known))
+        batch = self._gatherer.gather(
+            Draw(residents=[resident], part=np.zeros(len(rows), np.int64), rows=rows, known=known)
+        )
         return batch if self._sharding is None else put_on_devices(batch, self._sharding)
 
     def __iter__(self) -> Iterator[ChunkBatch]:
@@ -257,10 +216,10 @@ class ACRLPDDataLoader:
 
     def _prepare(self, step: int) -> _Prepared:
         contents = self._replay_contents()
-        batch = self._gather(self._draw(step))
+        batch = self._gatherer.gather(self._draw(step))
         return contents, batch if self._sharding is None else put_on_devices(batch, self._sharding)
 
-    def _draw(self, step: int) -> _Draw:
+    def _draw(self, step: int) -> Draw:
         """Decide the whole batch, the same on every host.
 
         Streams are mixed at random, so that every host and every micro-batch gets its share of both.
@@ -279,77 +238,12 @@ class ACRLPDDataLoader:
         h = self.critic_horizon
         known = np.concatenate([known_steps(resident.table, rows, critic_horizon=h) for resident, rows in drawn])
         order = rng.permutation(self.batch_size)
-        return _Draw(
+        return Draw(
             residents=[resident for resident, _ in drawn],
             part=part[order],
             rows=rows[order],
             known=known[order],
         )
-
-    def _gather(self, draw: _Draw) -> ChunkBatch:
-        """Copy this host's samples together. Numbers are computed of the whole batch: any sample may lend a tail."""
-        mine, h = self._mine, self.critic_horizon
-        columns, prompts = self._columns(draw, np.arange(self.batch_size))
-        now = dict(self._transform.low_dim(columns.pop("state"), columns.pop("actions"), prompts))
-        chunks = now["actions"][:, :h]
-        columns |= {"critic_actions": fill_tails(chunks, draw.known, choose_donors(chunks, draw.known))}
-        columns, now = ({name: column[mine] for name, column in part.items()} for part in (columns, now))
-        next_state, next_rows = columns.pop("next_state"), columns.pop("next_rows")
-        batch = ChunkBatch(actions=now.pop("actions"))
-        batch.update(columns)  # type: ignore[typeddict-item]
-        views = {"observations": (draw.rows[mine], now)}
-        if self._with_next:
-            later = dict(self._transform.low_dim(next_state, None, [prompts[sample] for sample in mine]))
-            views["next_observations"] = (next_rows, later)
-        pictures = self._pictures(draw, [rows for rows, _ in views.values()])
-        for (name, (_, low_dim)), image in zip(views.items(), pictures, strict=True):
-            mask = {camera: np.ones(len(mine), bool) for camera in image}
-            view = Observations(image=image, image_mask=mask, **low_dim)  # type: ignore[typeddict-item]
-            batch[name] = view  # type: ignore[literal-required]
-        return batch
-
-    def _columns(self, draw: _Draw, samples: Int[Array, "n"]) -> tuple[dict[str, Array], list[str]]:
-        """Raw numbers and instructions of the samples, in their order."""
-        columns: dict[str, Array] = {}
-        prompts = [""] * len(samples)
-        for resident, positions in draw.by_part(samples):
-            table, rows = resident.table, draw.rows[samples[positions]]
-            outcomes = chunk_outcomes(
-                table,
-                rows,
-                horizon=self.horizon,
-                critic_horizon=self.critic_horizon,
-                boundary=self.config.boundary,
-            )
-            next_rows = bootstrap_rows(table, rows, outcomes["length"])
-            found: dict[str, Any] = {
-                **outcomes,
-                "state": table.state[rows],
-                "actions": chunk_actions(table, rows, horizon=self.horizon),
-                "next_state": table.state[next_rows],
-                "next_rows": next_rows,
-            }
-            for position, episode in zip(positions.tolist(), table.episode[rows].tolist(), strict=True):
-                prompts[position] = table.tasks[episode]
-            if len(positions) == len(samples):
-                return found, prompts
-            for name, column in found.items():
-                if name not in columns:
-                    columns[name] = np.empty((len(samples), *column.shape[1:]), column.dtype)
-                elif columns[name].shape[1:] != column.shape[1:]:
-                    raise DataError(
-                        f"{name} has shape {columns[name].shape[1:]} in the dataset, {column.shape[1:]} in the replay",
-                        hint="both must come from the same robot",
-                    )
-                columns[name][positions] = column
-        return columns, prompts
-
-    def _pictures(self, draw: _Draw, rows: Sequence[Int[Array, "n"]]) -> list[dict[str, UInt8[Array, "_ _ _ 3"]]]:
-        """Pictures of this host's samples at each of `rows`: where the chunk starts, and where it bootstraps."""
-        images: list[dict[str, Array]] = [{} for _ in rows]
-        for resident, positions in draw.by_part(self._mine) if self.cameras else ():
-            copy_frames(resident, positions, rows, images, cameras=self.cameras, allocate=self._memory.take)
-        return images
 
 
 def put_on_devices(batch: Any, sharding: Any) -> Any:

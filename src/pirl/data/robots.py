@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float
 
+from pirl.data.aloha_units import aloha_actions_from_pi, aloha_actions_to_pi, aloha_state_to_pi
 from pirl.errors import ConfigError, DataError, did_you_mean
 from pirl.names import (
     ACTIONS,
@@ -183,49 +184,6 @@ def _numbers(value: object, key: str, *, ndim: int) -> Array:
             hint="observations are given one at a time, without a batch axis",
         )
     return array
-
-
-# ALOHA. π₀ was pretrained with some joints turning the other way, and with grippers as angles between encoder counts
-# 2405 and 3110 of 4096 (zero at 2048); ALOHA's runtime states them as a share of the way between two finger positions
-# in metres, and commands them as a share of the way between two joint angles.
-_FLIPS = np.array([1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0] * 2)
-_GRIPPERS = [6, 13]
-_FINGER_CLOSED, _FINGER_OPEN = 0.01844, 0.05800
-_ARM_LENGTH, _HORN_RADIUS = 0.036, 0.022
-_PI_CLOSED, _PI_OPEN = 0.5476, 1.6296
-_JOINT_CLOSED, _JOINT_OPEN = -0.6213, 1.4910
-
-
-def aloha_state_to_pi(state: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
-    """ALOHA's state in π₀'s pretraining space."""
-    out = _FLIPS * state
-    finger = out[..., _GRIPPERS] * (_FINGER_OPEN - _FINGER_CLOSED) + _FINGER_CLOSED
-    sine = (_HORN_RADIUS**2 + finger**2 - _ARM_LENGTH**2) / (2 * _HORN_RADIUS * finger)
-    out[..., _GRIPPERS] = (np.arcsin(np.clip(sine, -1.0, 1.0)) - _PI_CLOSED) / (_PI_OPEN - _PI_CLOSED)
-    return out
-
-
-def aloha_state_from_pi(state: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
-    """The inverse, for grippers inside their range (beyond it `aloha_state_to_pi` clips)."""
-    out = _FLIPS * state
-    reach = _HORN_RADIUS * np.sin(out[..., _GRIPPERS] * (_PI_OPEN - _PI_CLOSED) + _PI_CLOSED)
-    finger = reach + np.sqrt(reach**2 + _ARM_LENGTH**2 - _HORN_RADIUS**2)
-    out[..., _GRIPPERS] = (finger - _FINGER_CLOSED) / (_FINGER_OPEN - _FINGER_CLOSED)
-    return out
-
-
-def aloha_actions_to_pi(actions: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
-    """ALOHA's actions in π₀'s pretraining space; a gripper command is offset, not scaled, as it is in radians."""
-    out = _FLIPS * actions
-    out[..., _GRIPPERS] = out[..., _GRIPPERS] * (_JOINT_OPEN - _JOINT_CLOSED) + _JOINT_CLOSED - _PI_CLOSED
-    return out
-
-
-def aloha_actions_from_pi(actions: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
-    """The inverse."""
-    out = _FLIPS * actions
-    out[..., _GRIPPERS] = (out[..., _GRIPPERS] + _PI_CLOSED - _JOINT_CLOSED) / (_JOINT_OPEN - _JOINT_CLOSED)
-    return out
 
 
 def delta_mask(*dims: int) -> tuple[bool, ...]:

@@ -15,16 +15,8 @@ from jaxtyping import Array, Bool, Float
 from pirl.kernels import attention, gated
 from pirl.kernels.remat import in_type
 from pirl.models.config import GemmaConfig, LoRAConfig, Pi0Config
-from pirl.models.gemma import (
-    Rotation,
-    expert_layers,
-    joint_attention,
-    modulated,
-    residual,
-    rms_norm,
-    rope,
-    suffix_rotation,
-)
+from pirl.models.gemma import expert_layers, joint_attention, suffix_rotation
+from pirl.models.layers import Rotation, modulated, residual, rms_norm, rope
 from pirl.models.params import Params
 from pirl.parallel.placement import by_sample, everywhere
 

@@ -6,14 +6,13 @@ slow happens in threads: reading observations, the model, loading another checkp
 """
 
 import asyncio
-import hmac
 import json
 import logging
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from itertools import count
 from time import perf_counter
@@ -28,6 +27,7 @@ from pirl.data.robots import Robot
 from pirl.errors import ConfigError, PirlError, WireError
 from pirl.robot import wire
 from pirl.robot.keys import CANDIDATES, POLICY, SPREAD, VALUE
+from pirl.serve.access import has_key, limited_sockets, tls_context
 from pirl.serve.batching import Batcher
 from pirl.serve.config import ServeConfig
 from pirl.serve.metrics import Metrics
@@ -65,7 +65,6 @@ class PolicyServer:
         self._numbers = count()
         self._sessions: dict[Session, ServerConnection] = {}
         self._busy: set[Session] = set()
-        self._sockets = 0
         self._stopping = False
         self._reloading: asyncio.Task[None] | None = None
         self._reload_error: str | None = None
@@ -108,36 +107,20 @@ class PolicyServer:
         self._loop.call_soon_threadsafe(self._stop.set)
 
     async def _listen(self) -> Server:
-        config = self.config
-        outer = self
-
-        class Connection(ServerConnection):
-            """Counts sockets, so that half-open ones are limited too."""
-
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                super().connection_made(transport)
-                outer._sockets += 1
-                if outer._sockets > config.max_connections + HALF_OPEN:
-                    outer.metrics.count("refused", "reason", "sockets")
-                    self.transport.abort()
-
-            def connection_lost(self, exc: Exception | None) -> None:
-                outer._sockets -= 1
-                super().connection_lost(exc)
-
+        config, refused = self.config, partial(self.metrics.count, "refused", "reason", "sockets")
         try:
             return await serve(
                 self._converse,
                 config.host,
                 config.port,
                 process_request=self._before_upgrade,
-                create_connection=Connection,
+                create_connection=limited_sockets(config.max_connections + HALF_OPEN, refused),
                 compression=None,
                 max_size=config.max_message,
                 max_queue=1,
                 origins=[None],  # browsers name the page they act for; robots do not
                 logger=logging.getLogger("pirl.serve.websockets"),
-                ssl=_tls(config),
+                ssl=tls_context(config),
             )
         except OSError as error:
             raise ConfigError(
@@ -166,7 +149,7 @@ class PolicyServer:
         path = request.path.partition("?")[0]
         if path == "/healthz" and request.method in ("GET", "HEAD"):
             return connection.respond(HTTPStatus.OK, "OK\n")
-        if not self._knows(request):
+        if not has_key(request, self.config.api_key):
             self.metrics.count("refused", "reason", "key")
             response = connection.respond(HTTPStatus.UNAUTHORIZED, "the API key is missing or wrong\n")
             response.headers["WWW-Authenticate"] = "Api-Key"
@@ -185,15 +168,6 @@ class PolicyServer:
             self.metrics.count("refused", "reason", "connections")
             return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "the server has all the connections it takes\n")
         return None
-
-    def _knows(self, request: Request) -> bool:
-        """Whether the request has the key, if one is needed. Takes as long for a wrong key as for the right one."""
-        if self.config.api_key is None:
-            return True
-        given = request.headers.get_all("Authorization")
-        scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
-        right = hmac.compare_digest(key.strip().encode(errors="replace"), self.config.api_key.encode())
-        return right and scheme.lower() in ("api-key", "bearer")
 
     def _reload_over_http(self, connection: ServerConnection, *, start: bool) -> Response:
         if start and self.config.api_key is None:
@@ -370,19 +344,6 @@ class PolicyServer:
 def _printable(text: str) -> str:
     """One line for the log, in which a stranger's text cannot pass for a line of its own or steer a terminal."""
     return "".join(sign if sign.isprintable() else " " if sign == "\n" else repr(sign)[1:-1] for sign in text)
-
-
-def _tls(config: ServeConfig) -> ssl.SSLContext | None:
-    if config.tls_cert is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            f"the certificate {config.tls_cert} cannot be used: {error}", hint="PEM files, without a pass phrase"
-        ) from error
-    return context
 
 
 @contextmanager

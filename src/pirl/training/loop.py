@@ -13,8 +13,9 @@ from rich.console import Console
 
 from pirl.agents.agent import Agent, TrainState
 from pirl.build import build_agent, schedules
-from pirl.checkpoints.run import Checkpoints, check_compatible, prepare_directory
-from pirl.checkpoints.run_metadata import run_metadata
+from pirl.checkpoints.run import Checkpoints
+from pirl.checkpoints.run_directory import prepare_directory
+from pirl.checkpoints.run_metadata import check_compatible, run_metadata
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict, write_yaml
 from pirl.data.assets import named_asset

@@ -19,9 +19,10 @@ from pirl.build import schedules
 from pirl.checkpoints.fetch import to_download
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.restore import check_tree
-from pirl.checkpoints.run import EXTRA_FILE, EXTRA_ITEM, keeps_policy, split_state, steps_to_keep
+from pirl.checkpoints.run import EXTRA_FILE, EXTRA_ITEM, steps_to_keep
 from pirl.checkpoints.run_directory import METADATA_FILE, check_directory, complete_steps
 from pirl.checkpoints.run_metadata import refused_changes
+from pirl.checkpoints.split import keeps_policy, split_state
 from pirl.checkpoints.weights import check_fits
 from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict

@@ -1,0 +1,135 @@
+"""A batch's samples copied together: numbers through the robot's transform, pictures once, as uint8, into the batch.
+
+Every host of a job computes the numbers of the whole batch and copies the pictures of its own rows. Whatever is cheaper
+on the device (padding, scaling, augmentation) is left to it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from pirl.data.chunks import bootstrap_rows, choose_donors, chunk_actions, chunk_outcomes, fill_tails
+from pirl.data.config import Boundary
+from pirl.data.pool import FrameMemory, Resident, copy_frames
+from pirl.errors import DataError
+from pirl.records import Array, ChunkBatch, Observations
+
+
+@runtime_checkable
+class LowDimTransform(Protocol):
+    """What the loader needs of a robot's transforms: raw numbers and text in, the model's inputs out."""
+
+    def low_dim(
+        self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
+    ) -> Mapping[str, Array]:
+        """Normalised `state` and `actions` (if given), and for models that read text the prompt's tokens and mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A whole batch, over all hosts, before anything is copied."""
+
+    residents: Sequence[Resident]
+    """What is drawn from: offline data, the replay buffer, or both."""
+    part: Int[Array, "B"]
+    """Which of them each sample comes from."""
+    rows: Int[Array, "B"]
+    """The row it starts at."""
+    known: Int[Array, "B"]
+    """How many of the critic's steps it knows; the others are lent by another sample."""
+
+    def by_part(self, samples: Int[Array, "n"]) -> Iterator[tuple[Resident, Int[Array, "m"]]]:
+        """The residents that are needed, each with the positions in `samples` it serves."""
+        for number, resident in enumerate(self.residents):
+            positions = np.flatnonzero(self.part[samples] == number)
+            if len(positions):
+                yield resident, positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gatherer:
+    """Makes batches of draws, for the samples of one host."""
+
+    transform: LowDimTransform
+    cameras: tuple[str, ...]
+    horizon: int
+    """Steps of the policy's chunks."""
+    critic_horizon: int
+    """Steps of the critic's, from the same rows."""
+    boundary: Boundary
+    """What a chunk holds beyond the end of its episode."""
+    next_observations: bool
+    """Whether samples have the observation that the critic bootstraps from."""
+    mine: Int[Array, "n"]
+    """Which samples of the batch are this host's."""
+    memory: FrameMemory = field(default_factory=FrameMemory)
+    """Where the pictures go."""
+
+    def gather(self, draw: Draw) -> ChunkBatch:
+        """Copy this host's samples together. Numbers are computed of the whole batch: any sample may lend a tail."""
+        mine, h = self.mine, self.critic_horizon
+        columns, prompts = self._columns(draw)
+        now = dict(self.transform.low_dim(columns.pop("state"), columns.pop("actions"), prompts))
+        chunks = now["actions"][:, :h]
+        columns |= {"critic_actions": fill_tails(chunks, draw.known, choose_donors(chunks, draw.known))}
+        columns, now = ({name: column[mine] for name, column in part.items()} for part in (columns, now))
+        next_state, next_rows = columns.pop("next_state"), columns.pop("next_rows")
+        batch = ChunkBatch(actions=now.pop("actions"))
+        batch.update(columns)  # type: ignore[typeddict-item]
+        views = {"observations": (draw.rows[mine], now)}
+        if self.next_observations:
+            later = dict(self.transform.low_dim(next_state, None, [prompts[sample] for sample in mine]))
+            views["next_observations"] = (next_rows, later)
+        pictures = self._pictures(draw, [rows for rows, _ in views.values()])
+        for (name, (_, low_dim)), image in zip(views.items(), pictures, strict=True):
+            mask = {camera: np.ones(len(mine), bool) for camera in image}
+            view = Observations(image=image, image_mask=mask, **low_dim)  # type: ignore[typeddict-item]
+            batch[name] = view  # type: ignore[literal-required]
+        return batch
+
+    def _columns(self, draw: Draw) -> tuple[dict[str, Array], list[str]]:
+        """Raw numbers and instructions of all samples, in their order."""
+        columns: dict[str, Array] = {}
+        size = len(draw.rows)
+        prompts = [""] * size
+        for resident, positions in draw.by_part(np.arange(size)):
+            table, rows = resident.table, draw.rows[positions]
+            outcomes = chunk_outcomes(
+                table,
+                rows,
+                horizon=self.horizon,
+                critic_horizon=self.critic_horizon,
+                boundary=self.boundary,
+            )
+            next_rows = bootstrap_rows(table, rows, outcomes["length"])
+            found: dict[str, Any] = {
+                **outcomes,
+                "state": table.state[rows],
+                "actions": chunk_actions(table, rows, horizon=self.horizon),
+                "next_state": table.state[next_rows],
+                "next_rows": next_rows,
+            }
+            for position, episode in zip(positions.tolist(), table.episode[rows].tolist(), strict=True):
+                prompts[position] = table.tasks[episode]
+            if len(positions) == size:
+                return found, prompts
+            for name, column in found.items():
+                if name not in columns:
+                    columns[name] = np.empty((size, *column.shape[1:]), column.dtype)
+                elif columns[name].shape[1:] != column.shape[1:]:
+                    raise DataError(
+                        f"{name} has shape {columns[name].shape[1:]} in the dataset, {column.shape[1:]} in the replay",
+                        hint="both must come from the same robot",
+                    )
+                columns[name][positions] = column
+        return columns, prompts
+
+    def _pictures(self, draw: Draw, rows: Sequence[Int[Array, "n"]]) -> list[dict[str, UInt8[Array, "_ _ _ 3"]]]:
+        """Pictures of this host's samples at each of `rows`: where the chunk starts, and where it bootstraps."""
+        images: list[dict[str, Array]] = [{} for _ in rows]
+        for resident, positions in draw.by_part(self.mine) if self.cameras else ():
+            copy_frames(resident, positions, rows, images, cameras=self.cameras, allocate=self.memory.take)
+        return images

@@ -1,0 +1,57 @@
+"""Who may connect: so many sockets, with the API key, over TLS."""
+
+import asyncio
+import hmac
+import ssl
+from collections.abc import Callable
+
+from websockets.asyncio.server import ServerConnection
+from websockets.http11 import Request
+
+from pirl.errors import ConfigError
+from pirl.serve.config import ServeConfig
+
+
+def limited_sockets(most: int, refused: Callable[[], None]) -> type[ServerConnection]:
+    """Connections of which at most so many are open at once, also half-open ones; `refused` counts the others."""
+    number = 0
+
+    class Connection(ServerConnection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            nonlocal number
+            super().connection_made(transport)
+            number += 1
+            if number > most:
+                refused()
+                self.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            nonlocal number
+            number -= 1
+            super().connection_lost(exc)
+
+    return Connection
+
+
+def has_key(request: Request, api_key: str | None) -> bool:
+    """Whether the request has the key, if one is needed. Takes as long for a wrong key as for the right one."""
+    if api_key is None:
+        return True
+    given = request.headers.get_all("Authorization")
+    scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
+    right = hmac.compare_digest(key.strip().encode(errors="replace"), api_key.encode())
+    return right and scheme.lower() in ("api-key", "bearer")
+
+
+def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
+    """The server's certificate, where it has one."""
+    if config.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"the certificate {config.tls_cert} cannot be used: {error}", hint="PEM files, without a pass phrase"
+        ) from error
+    return context
