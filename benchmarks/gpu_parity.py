@@ -28,7 +28,7 @@ from pirl.models import flow
 from pirl.models.config import Attention, Pi0Config, Remat, get_preset
 from pirl.models.observation import Observation
 from pirl.models.params import flatten, nest
-from pirl.models.pi0 import Context, Pi0
+from pirl.models.pi0 import Encoded, Pi0
 from pirl.training import compiler
 
 SLACK = 1.5
@@ -95,7 +95,7 @@ def training(config: Pi0Config, params: Any, seen: Observation) -> Values:
     return {"losses": np.asarray(steps)} | {name: np.concatenate(parts) for name, parts in grouped.items()}
 
 
-def pooled(context: Context) -> jax.Array:
+def pooled(context: Encoded) -> jax.Array:
     """The mean feature of the real tokens; the order of tokens may differ."""
     real = context.mask[..., None]
     return jnp.where(real, context.features.astype(jnp.float32), 0).sum(1) / real.sum(1)

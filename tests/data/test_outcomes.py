@@ -9,7 +9,7 @@ import pytest
 
 from pirl.data.chunks import chunk_outcomes, tabulate
 from pirl.data.dataset import LeRobotSource
-from pirl.data.outcomes import Outcome, OutcomeRule, derive, describe, read_success_file
+from pirl.data.outcomes import EpisodeOutcome, OutcomeRule, derive, describe, read_success_file
 from pirl.errors import ConfigError, DataError
 from pirl.records import Episode
 
@@ -24,7 +24,7 @@ def columns(**named: list[float]) -> dict[str, np.ndarray]:
 
 
 def check(
-    outcome: Outcome, rewards: list[float], terminated: list[int], truncated: list[int], success: bool | None
+    outcome: EpisodeOutcome, rewards: list[float], terminated: list[int], truncated: list[int], success: bool | None
 ) -> None:
     assert outcome.rewards.tolist() == rewards
     assert outcome.terminated.tolist() == [bool(flag) for flag in terminated]
@@ -94,7 +94,7 @@ def test_declared_rules(rule: str, shift: float) -> None:
 def test_what_a_failure_means_is_a_setting(rule: str) -> None:
     shift = -float(rule == "step_penalty")
 
-    def ends(label: bool | None, **options: Any) -> Outcome:
+    def ends(label: bool | None, **options: Any) -> EpisodeOutcome:
         recorded = options.pop("recorded", {})
         return derive(recorded, OutcomeRule(rule=rule, success_file="f", **options), length=3, label=label)
 

@@ -20,12 +20,12 @@ from golden_data import (
 from pirl.agents.optim import make_optimizer, make_schedule
 from pirl.models import flow, freeze, pi0
 from pirl.models.params import flatten, nest
-from pirl.models.pi0 import Context, Pi0
+from pirl.models.pi0 import Encoded, Pi0
 from pirl.training.config import AdamW, CosineSchedule
 
 
 @pytest.fixture(scope="session")
-def context(family: Family) -> Context:
+def context(family: Family) -> Encoded:
     return jax.jit(Pi0(family.config).encode)(family.params, family.observation)
 
 
@@ -80,7 +80,7 @@ def test_prefix_embeddings(family: Family):
     np.testing.assert_allclose(tokens.sum(-1), out["prefix_tokens_sum_per_token"], rtol=1e-5, atol=2e-4)
 
 
-def test_positions_and_masks(family: Family, context: Context):
+def test_positions_and_masks(family: Family, context: Encoded):
     """Who attends to whom, and at which position, over the joint sequence of OpenPI's training pass."""
     out = family.outputs
     x_t = jnp.asarray(out["x_t"])[:, None]
@@ -104,7 +104,7 @@ def test_positions_and_masks(family: Family, context: Context):
     np.testing.assert_array_equal(joint, golden)
 
 
-def test_prefix_output_and_cache(family: Family, context: Context):
+def test_prefix_output_and_cache(family: Family, context: Encoded):
     out, index = family.outputs, family.outputs["prefix_index"]
     valid = np.asarray(context.mask)[:, index]
     # The VLM's own output, which π₀ does not read, is what a critic may be given as features.
@@ -120,7 +120,7 @@ def test_prefix_output_and_cache(family: Family, context: Context):
         np.testing.assert_allclose(ours[:, :, last][:, valid], out[name][:, valid], **OUTPUT)
 
 
-def test_suffix(family: Family, context: Context, expert):
+def test_suffix(family: Family, context: Encoded, expert):
     out = family.outputs
     x_t, t = jnp.asarray(out["x_t"])[:, None], jnp.asarray(family.inputs["time"])[:, None]
     tokens, _, cond = pi0.embed_suffix(family.params, family.config, context.state, x_t, t)
@@ -134,7 +134,7 @@ def test_suffix(family: Family, context: Context, expert):
     np.testing.assert_allclose(suffix.values[:, :, 0], out["kv_v_suffix"], **OUTPUT)
 
 
-def test_velocity_and_loss(family: Family, context: Context, velocity, golden_draws: flow.Draws):
+def test_velocity_and_loss(family: Family, context: Encoded, velocity, golden_draws: flow.Draws):
     out = family.outputs
     x_t, u_t = flow.interpolate(jnp.asarray(family.inputs["actions"]), golden_draws)
     np.testing.assert_allclose(x_t[:, 0], out["x_t"], **OUTPUT)
@@ -146,7 +146,7 @@ def test_velocity_and_loss(family: Family, context: Context, velocity, golden_dr
     np.testing.assert_allclose(flow.chunk_loss(error), out["loss_per_step"].mean(-1), **OUTPUT)
 
 
-def test_loss_from_rng(family: Family, context: Context, velocity):
+def test_loss_from_rng(family: Family, context: Encoded, velocity):
     """The stored noise and time are what OpenPI's key gives, and the loss follows from the key alone."""
     key = jax.random.wrap_key_data(jnp.asarray(family.inputs["loss_rng_key_data"]))
     actions = jnp.asarray(family.inputs["actions"])
@@ -158,7 +158,7 @@ def test_loss_from_rng(family: Family, context: Context, velocity):
     np.testing.assert_allclose(error.mean((1, 3)), family.outputs["loss"], **FROM_RNG)
 
 
-def test_samples(family: Family, context: Context):
+def test_samples(family: Family, context: Encoded):
     policy = Pi0(family.config)
     sample = jax.jit(lambda p, c, noise, n: flow.sample(policy, p, c, noise, num_steps=n))
     noise = jnp.asarray(family.inputs["sample_noise"])[:, None]

@@ -22,7 +22,7 @@ from pirl.models.observation import Observation
 from pirl.models.pi0 import Pi0
 from pirl.serve.config import ServeConfig
 from pirl.serve.load import loader
-from pirl.serve.planner import LONGEST_PROMPT, Plan, Planner, example
+from pirl.serve.planner import LONGEST_PROMPT, PlannedChunk, Planner, example
 from pirl.serve.shadow import shadow
 from serving_runs import SEEN, load
 
@@ -37,7 +37,7 @@ def test_a_rows_plan_depends_on_no_other_row(planner: Planner) -> None:
     alone = [planner.plan([row])[0] for row in rows]
     for chosen in ([0, 1], [1, 0], [3, 2, 1], [2, 0, 3, 1]):
         for place, plan in zip(chosen, planner.plan([rows[i] for i in chosen]), strict=True):
-            assert isinstance(plan, Plan)
+            assert isinstance(plan, PlannedChunk)
             np.testing.assert_allclose(plan.chunk, alone[place].chunk, rtol=0, atol=1e-5)
             assert plan.value == pytest.approx(alone[place].value, abs=1e-5)
 
@@ -53,7 +53,7 @@ def test_the_seed_changes_the_noise_and_nothing_else_does(run_folder: Path) -> N
 def test_one_broken_row_spares_its_neighbours(planner: Planner) -> None:
     rows = [row_of(planner, (0, 0)), replace(row_of(planner, (1, 0)), state=np.array([np.nan, 0.0]))]
     good, bad = planner.plan(rows)
-    assert isinstance(good, Plan)
+    assert isinstance(good, PlannedChunk)
     assert isinstance(bad, DataError)
 
 
@@ -139,7 +139,7 @@ def test_weights_of_openpi_are_served_with_a_recipe(tmp_path: Path) -> None:
     seen = {f"observation/{name}": rng.integers(0, 256, (48, 64, 3), np.uint8) for name in ("image", "wrist_image")}
     row = planner.row(seen | {"observation/state": rng.normal(size=8), "prompt": "open the drawer"}, number=(3, 5))
     (plan,) = planner.plan([row])
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PlannedChunk)
 
     model, key = Pi0(family.config), jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 3), 5)
     observation = Observation.from_dict(jax.tree.map(lambda x: x[None], dict(row.inputs)))

@@ -38,7 +38,7 @@ _TORCH_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class StoredLeaf:
     """One stored array."""
 
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class Description:
     """Training step, where the folder is named after one."""
     steps: tuple[int, ...]
     """All steps beside it."""
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, StoredLeaf]
     """Name -> stored array."""
     components: tuple[Component, ...]
     """The same, by part of the model."""
@@ -124,7 +124,9 @@ def describe(path: str | os.PathLike[str]) -> Description:
     if kind == "openpi":
         params = find_params(path)
         stored, _ = openpi_leaves(params)
-        leaves = {name: Leaf(shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name) for name, leaf in stored.items()}
+        leaves = {
+            name: StoredLeaf(shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name) for name, leaf in stored.items()
+        }
         folder, files = params.parent if params.name == PARAMS_ITEM else params, params
         written_by, written_at = _origin(folder)
         train_state, ema = _train_state(folder / TRAIN_STATE_ITEM)
@@ -135,7 +137,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
         written_by = metadata.get("written_by", "PyTorch" if metadata.get("format") == "pt" else "unknown")
     else:
         files = path
-        leaves = {name: Leaf(shape=shape, dtype=dtype) for name, (shape, dtype) in npz_headers(path).items()}
+        leaves = {name: StoredLeaf(shape=shape, dtype=dtype) for name, (shape, dtype) in npz_headers(path).items()}
         leaves = {re.sub(r"^params/", "PaliGemma/", name): leaf for name, leaf in leaves.items()}
     return Description(
         path=files if kind == "npz" else folder,
@@ -181,8 +183,8 @@ def render(description: Description) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _components(leaves: Mapping[str, Leaf]) -> tuple[Component, ...]:
-    groups: dict[str, list[Leaf]] = {name: [] for name in _SHOWN}
+def _components(leaves: Mapping[str, StoredLeaf]) -> tuple[Component, ...]:
+    groups: dict[str, list[StoredLeaf]] = {name: [] for name in _SHOWN}
     for path, leaf in leaves.items():
         groups[next(name for name, pattern in _COMPONENTS if re.fullmatch(pattern, path))].append(leaf)
     return tuple(
@@ -198,7 +200,7 @@ def _components(leaves: Mapping[str, Leaf]) -> tuple[Component, ...]:
     )
 
 
-def _model(leaves: Mapping[str, Leaf]) -> str:
+def _model(leaves: Mapping[str, StoredLeaf]) -> str:
     if any(re.match(r"(model\.)?time_mlp_in", name) for name in leaves):
         return "π₀.₅"
     if any(re.match(r"(model\.)?(state_proj|action_time_mlp)", name) for name in leaves):
@@ -206,11 +208,11 @@ def _model(leaves: Mapping[str, Leaf]) -> str:
     return "PaliGemma" if any(name.startswith("PaliGemma/") for name in leaves) else "unknown"
 
 
-def _safetensors_leaves(file: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
+def _safetensors_leaves(file: Path) -> tuple[dict[str, StoredLeaf], dict[str, str]]:
     with open_safetensors(file) as stored:
         slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
         leaves = {
-            name: Leaf(shape=tuple(s.get_shape()), dtype=_TORCH_DTYPES.get(s.get_dtype(), s.get_dtype().lower()))
+            name: StoredLeaf(shape=tuple(s.get_shape()), dtype=_TORCH_DTYPES.get(s.get_dtype(), s.get_dtype().lower()))
             for name, s in slices.items()
         }
         return leaves, dict(stored.metadata() or {})

@@ -41,7 +41,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Result:
+class Measured:
     """One line of the final table."""
 
     name: str
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Result]]:
+def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Measured]]:
     """The stages in their order, and what they are compared by."""
     from pirl.rollout.record import num_recorded
 
@@ -119,12 +119,12 @@ def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Res
         *("--init-weights", str(acrlpd.product)),
     )
 
-    def evaluated(name: str, of: Stage, *more: str) -> tuple[Stage, Result]:
+    def evaluated(name: str, of: Stage, *more: str) -> tuple[Stage, Measured]:
         out = folder / "evaluations" / name
         command = ("eval", str(of.product), "--episodes", str(episodes), "--video", "2", "--out", str(out), *more)
         label = f"evaluate: {name.replace('_', ' ')}"
         file = out / "eval.json"
-        return Stage(label, command, file, file.is_file(), 6), Result(name.replace("_", " "), file)
+        return Stage(label, command, file, file.is_file(), 6), Measured(name.replace("_", " "), file)
 
     evaluations = [
         evaluated("imitation", bc),
@@ -150,7 +150,7 @@ def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Res
     return stages, [result for _, result in evaluations]
 
 
-def print_table(results: Sequence[Result]) -> None:
+def print_table(results: Sequence[Measured]) -> None:
     """Success with its interval, and what it is compared to."""
     from rich.console import Console
     from rich.table import Table

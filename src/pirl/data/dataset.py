@@ -12,7 +12,7 @@ from pirl import names
 from pirl.data import labels, lerobot, outcomes, rows, video, witness
 from pirl.data.cache import CacheConfig, FrameCache
 from pirl.data.lerobot import DatasetMeta, EpisodeMeta
-from pirl.data.outcomes import Outcome, OutcomeRule
+from pirl.data.outcomes import EpisodeOutcome, OutcomeRule
 from pirl.data.schema import INFO_FILE
 from pirl.errors import ConfigError, DataError, PirlWarning, listing
 from pirl.records import Episode, EpisodeSource
@@ -359,7 +359,7 @@ def _scalars(meta: DatasetMeta, columns: Mapping[str, np.ndarray], key: str, *, 
 
 def read_outcomes(
     meta: DatasetMeta, columns: Mapping[str, np.ndarray], rule: OutcomeRule
-) -> tuple[OutcomeRule, tuple[Outcome, ...]]:
+) -> tuple[OutcomeRule, tuple[EpisodeOutcome, ...]]:
     """The rule that applies, and what it says of each episode."""
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     by_people = bool(verdicts) and rule.success_file is None and rule.rule != "columns"
@@ -375,7 +375,7 @@ def read_outcomes(
         path = Path(rule.success_file).expanduser()
         filed = outcomes.read_success_file(path, {episode.index for episode in meta.episodes})
 
-    def of(episode: EpisodeMeta) -> Outcome:
+    def of(episode: EpisodeMeta) -> EpisodeOutcome:
         rows = {name: column[episode.start : episode.start + episode.length] for name, column in known.items()}
         if not by_people:
             return outcomes.derive(rows, rule, length=episode.length, label=filed.get(episode.index))

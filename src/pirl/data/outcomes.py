@@ -39,7 +39,7 @@ class OutcomeRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class EpisodeOutcome:
     """Rewards and end of one episode."""
 
     rewards: Float32[np.ndarray, "T"]
@@ -80,7 +80,7 @@ def derive(
     length: int,
     label: bool | None = None,
     moment: int | None = None,
-) -> Outcome:
+) -> EpisodeOutcome:
     """Rewards and end of one episode from its rows.
 
     `label` is its entry in the success file, None if it has none; `moment` the first frame of success, None for the
@@ -92,7 +92,7 @@ def derive(
     return _declared(columns, rule, length, label, moment)
 
 
-def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int) -> Outcome:
+def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int) -> EpisodeOutcome:
     """What was recorded.
 
     next.success that is never set labels a failure. Without that column, an end that paid nothing is taken for a
@@ -123,7 +123,7 @@ def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: 
 
 def _declared(
     columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int, label: bool | None, moment: int | None
-) -> Outcome:
+) -> EpisodeOutcome:
     """The declared reward shape, with success from the file, else from its column, else taken for granted."""
     if rule.success_file is not None:
         success, reached = label, _from(length - 1 if moment is None else moment, length) & bool(label)
@@ -143,14 +143,14 @@ def _outcome(
     success: bool | None,
     *,
     labelled: bool,
-) -> Outcome:
+) -> EpisodeOutcome:
     """Every episode ends in exactly one way: a last row that did not end the task ended the recording."""
     if labelled and success is False and _loses(rule, rewards, cut):
         terminated = terminated | _last(len(rewards))
     if success is False and terminated[-1]:
         rewards = rewards + np.float32(rule.failure_reward) * _last(len(rewards))
     truncated = _last(len(rewards)) if cut is None else cut | _last(len(rewards))
-    return Outcome(rewards=rewards, terminated=terminated, truncated=truncated & ~terminated, success=success)
+    return EpisodeOutcome(rewards=rewards, terminated=terminated, truncated=truncated & ~terminated, success=success)
 
 
 def _loses(rule: OutcomeRule, rewards: Float32[np.ndarray, "T"], cut: Bool[np.ndarray, "T"] | None) -> bool:
@@ -225,7 +225,7 @@ def _entries(path: Path, text: str) -> list[tuple[int, bool]]:
     return pairs
 
 
-def describe(rule: OutcomeRule, outcomes: Sequence[Outcome], available: Collection[str]) -> str:
+def describe(rule: OutcomeRule, outcomes: Sequence[EpisodeOutcome], available: Collection[str]) -> str:
     """Which rule applied and what it found, in one sentence for people."""
     if rule.rule == "columns":
         source = "the columns " + ", ".join(name for name in COLUMNS if name in available)

@@ -20,7 +20,7 @@ from pirl.models.config import Pi0Config
 Kernel = Literal["xla", "cudnn"]
 
 
-class Part(NamedTuple):
+class Partial(NamedTuple):
     """What attention over some of the keys gives."""
 
     out: Float[Array, "... h"]
@@ -94,7 +94,7 @@ def _attended(how: Kernel, scale: float, q: Array, k: Array, v: Array, lengths: 
 def _forward(how: Kernel, scale: float, q: Array, k: Array, v: Array, lengths: Array | None) -> tuple[Array, Any]:
     part = partial(how, q, k, v, lengths, scale=scale)
     keep = checkpoint_name if how == "cudnn" else kept  # a kernel's output is not a product that could be made twice
-    part = Part(*(keep(x, "attention") for x in part))
+    part = Partial(*(keep(x, "attention") for x in part))
     return part.out, (q, k, v, lengths, part)
 
 
@@ -130,7 +130,7 @@ def partial(
     lengths: Int[Array, "B"] | None = None,
     *,
     scale: float = 1.0,
-) -> Part:
+) -> Partial:
     """Attention over some of the keys (the first `lengths`, or all), to be `merged` with others. No gradients."""
     if how == "cudnn":
         # jax.nn's own function rounds the normaliser to bfloat16, which is off by up to 3 % after the exponential.
@@ -141,12 +141,12 @@ def partial(
             rows = jnp.full(len(q), q.shape[1], jnp.int32)
             masked = {"q_seqlen": rows, "kv_seqlen": lengths, "mask_type": cudnn.MaskType.PADDING}
         out, norm = cudnn.dot_product_attention(q, k, v, **masked, scale=scale, return_residual=True)
-        return Part(out, norm.swapaxes(1, 2))
+        return Partial(out, norm.swapaxes(1, 2))
     logits = jnp.einsum("btkgh,bskh->btkgs", grouped(q, k), k, preferred_element_type=jnp.float32) * scale
     if lengths is not None:
         logits = jnp.where(_real(k, lengths)[:, None, None, None], logits, -jnp.inf)
     out = jnp.einsum("btkgs,bskh->btkgh", jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
-    return Part(out.reshape(q.shape), jax.nn.logsumexp(logits, axis=-1).reshape(q.shape[:-1]))
+    return Partial(out.reshape(q.shape), jax.nn.logsumexp(logits, axis=-1).reshape(q.shape[:-1]))
 
 
 def grouped(q: Float[Array, "... T n h"], k: Float[Array, "... S K h"]) -> Float[Array, "... T K g h"]:
@@ -158,7 +158,7 @@ def _real(k: Float[Array, "B S K h"], lengths: Int[Array, "B"]) -> Bool[Array, "
     return jnp.arange(k.shape[1]) < lengths[:, None]
 
 
-def merged(first: Part, second: Part) -> Float[Array, "... h"]:
+def merged(first: Partial, second: Partial) -> Float[Array, "... h"]:
     """Attention over the keys of both parts."""
     share = jax.nn.sigmoid(first.norm - second.norm)[..., None]
     out = share * first.out.astype(jnp.float32) + (1 - share) * second.out.astype(jnp.float32)

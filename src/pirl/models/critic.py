@@ -32,7 +32,7 @@ from pirl.models.params import (
     xavier_uniform,
     zeros,
 )
-from pirl.models.pi0 import Context
+from pirl.models.pi0 import Encoded
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,7 @@ class CriticInputs:
     @classmethod
     def of(cls, context: Any) -> "CriticInputs":
         """From the context of any policy: π₀'s, or the bare state of a policy that has nothing to encode."""
-        if isinstance(context, Context):
+        if isinstance(context, Encoded):
             return cls(state=context.state, features=context.features, mask=context.mask)
         return cls(state=context)
 

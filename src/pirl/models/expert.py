@@ -223,9 +223,9 @@ def _fused(
         batch, num, length, kv_heads, head_dim = k.shape
         queries = attention.grouped(q, k).swapaxes(3, 4)
 
-        def over(size: int, keys: Array, values: Array, real: Array | None) -> attention.Part:
+        def over(size: int, keys: Array, values: Array, real: Array | None) -> attention.Partial:
             part = attention.partial(how, queries.reshape(size, -1, kv_heads, head_dim), keys, values, real)
-            return attention.Part(part.out.reshape(queries.shape), part.norm.reshape(queries.shape[:-1]))
+            return attention.Partial(part.out.reshape(queries.shape), part.norm.reshape(queries.shape[:-1]))
 
         def own(x: Array) -> Array:
             return jnp.pad(x.reshape(-1, length, kv_heads, head_dim), ((0, 0), (0, -length % EVEN), (0, 0), (0, 0)))

@@ -29,7 +29,7 @@ MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class Encoded:
     """Everything `velocity` needs of an observation, and what a critic reads."""
 
     keys: Float[Array, "layers B P K h"]
@@ -79,7 +79,7 @@ class Pi0:
         """Pictures scaled and letterboxed; augmented where a key is given."""
         return preprocess.prepare(observation, size=self.config.image_size, cameras=self.config.cameras, key=key)
 
-    def encode(self, params: Params, observation: Observation) -> Context:
+    def encode(self, params: Params, observation: Observation) -> Encoded:
         """Run SigLIP and the VLM once. Pictures may be raw (uint8, any size) or prepared."""
         config = self.config
         x, mask = embed_prefix(params, config, self.prepare(observation))
@@ -88,7 +88,7 @@ class Pi0:
         # Padding does not advance positions, so leaving it out changes nothing.
         positions = jnp.cumsum(mask, axis=1) - 1
         prefix = gemma.encode_prefix(params["PaliGemma"]["llm"], config, x, mask, positions)
-        return Context(
+        return Encoded(
             keys=prefix.keys,
             values=prefix.values,
             mask=mask,
@@ -98,13 +98,13 @@ class Pi0:
         )
 
     def velocity(
-        self, params: Params, context: Context, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+        self, params: Params, context: Encoded, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
     ) -> Float[Array, "B N H A"]:
         """dx/dt at N noisy chunks per observation."""
         suffix = run_expert(params, self.config, context, x_t, t)
         return _linear(params["action_out_proj"], suffix.out[:, :, -x_t.shape[2] :])
 
-    def field(self, params: Params, context: Context) -> Callable[[Array, Array], Array]:
+    def field(self, params: Params, context: Encoded) -> Callable[[Array, Array], Array]:
         """`velocity` at this context, for many evaluations: what they share is computed here, once. No gradients."""
         config = self.config
         params, context = jax.lax.stop_gradient((params, context))
@@ -240,7 +240,7 @@ def fold_heads(params: Params) -> Params:
 
 
 def run_expert(
-    params: Params, config: Pi0Config, context: Context, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+    params: Params, config: Pi0Config, context: Encoded, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
 ) -> gemma.Suffix:
     """The action expert's hidden states for N noisy chunks per observation."""
     x, mask, cond = embed_suffix(params, config, context.state, x_t, t)

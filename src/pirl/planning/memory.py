@@ -156,7 +156,7 @@ class GPUMemoryMonitor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StatePart:
     """One part of a training state."""
 
     name: str
@@ -173,7 +173,7 @@ class Part:
 class Breakdown:
     """Bytes of a training state, part by part."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StatePart, ...]
     """In the order of the state's fields, groups by name."""
 
     @property
@@ -186,7 +186,7 @@ class Breakdown:
         """Bytes on one device."""
         return sum(part.per_device for part in self.parts)
 
-    def __getitem__(self, name: str) -> Part:
+    def __getitem__(self, name: str) -> StatePart:
         return next(part for part in self.parts if part.name == name)
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ def breakdown(state: TrainState | Mapping[str, Any], *, shardings: Any = None, f
         leaves = jax.tree.leaves(tree)
         placed = jax.tree.leaves(where[name]) if shardings is not None else [None] * len(leaves)
         parts.append(
-            Part(
+            StatePart(
                 name=name,
                 values=sum(math.prod(leaf.shape) for leaf in leaves),
                 total=sum(leaf_bytes(leaf) for leaf in leaves),

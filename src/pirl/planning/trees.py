@@ -48,7 +48,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TreeComparison:
     """How two trees differ."""
 
     differences: tuple[Difference, ...]
@@ -75,7 +75,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Diagnosis:
     """The result of a check."""
 
     title: str
@@ -105,7 +105,7 @@ def flat_leaves(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def compare_pytree_structures(first: Any, second: Any) -> Comparison:
+def compare_pytree_structures(first: Any, second: Any) -> TreeComparison:
     """Every difference in paths, shapes, dtypes and (where both have one) shardings."""
     left, right = flat_leaves(first), flat_leaves(second)
     differences = []
@@ -116,7 +116,7 @@ def compare_pytree_structures(first: Any, second: Any) -> Comparison:
             differences.append(Difference(path=path, kind="unexpected", left="", right=_describe(right[path])))
         else:
             differences += _differences(path, left[path], right[path])
-    return Comparison(differences=tuple(differences), compared=len(left.keys() & right.keys()))
+    return TreeComparison(differences=tuple(differences), compared=len(left.keys() & right.keys()))
 
 
 def _differences(path: str, left: Any, right: Any) -> Iterator[Difference]:
@@ -131,7 +131,7 @@ def _differences(path: str, left: Any, right: Any) -> Iterator[Difference]:
         yield Difference(path=path, kind="sharding", left=_sharding(ours), right=_sharding(theirs))
 
 
-def diagnose_pytree_structure(tree: Any) -> Report:
+def diagnose_pytree_structure(tree: Any) -> Diagnosis:
     """Size and make-up of a tree, and what would go wrong with it in a jitted step or a checkpoint."""
     leaves = flat_leaves(tree)
     arrays = {path: leaf for path, leaf in leaves.items() if _is_array(leaf)}
@@ -143,7 +143,7 @@ def diagnose_pytree_structure(tree: Any) -> Report:
     problems += _shared(arrays) + _slashed_keys(tree)
     size = sum(map(leaf_bytes, arrays.values()))
     values = sum(leaf.size for leaf in arrays.values())
-    return Report(
+    return Diagnosis(
         title=f"{len(leaves)} leaves, {values:,} values, {gib(size)}",
         problems=tuple(problems),
         details=tuple(
@@ -175,7 +175,7 @@ def _slashed_keys(tree: Any) -> list[str]:
     return [f"the key {key!r} has a slash in it" for key in sorted({key for key in keys if "/" in key})]
 
 
-def check_optimizer_consistency(params: Any, opt_state: Any) -> Report:
+def check_optimizer_consistency(params: Any, opt_state: Any) -> Diagnosis:
     """Do the optimizer's per-parameter trees (Adam's mu and nu, for example) match the parameters that train?
 
     `params` are the trainable ones alone. Places that optax.masked leaves out are taken as meant.
@@ -196,7 +196,7 @@ def check_optimizer_consistency(params: Any, opt_state: Any) -> Report:
                 for p in sorted(found.keys() & expected)
                 if found[p].shape != expected[p].shape
             ]
-    return Report(
+    return Diagnosis(
         title=f"{len(names)} per-parameter trees in the optimizer state, {len(expected)} trainable leaves",
         problems=tuple(problems),
         details=tuple(names),
@@ -239,7 +239,7 @@ def _masked(tree: Any) -> set[str]:
     }
 
 
-def validate_fsdp_compatibility(tree: Any, mesh: jax.sharding.Mesh | int) -> Report:
+def validate_fsdp_compatibility(tree: Any, mesh: jax.sharding.Mesh | int) -> Diagnosis:
     """Can the tree be spread over the mesh's FSDP devices (or over so many)? Large leaves that no axis of which the
     count divides would be on every device whole; small ones are so on purpose.
     """
@@ -257,7 +257,7 @@ def validate_fsdp_compatibility(tree: Any, mesh: jax.sharding.Mesh | int) -> Rep
     ]
     total = sum(leaf_bytes(leaf) for leaf in leaves.values())
     here = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in leaves.values())
-    return Report(
+    return Diagnosis(
         title=f"fsdp {fsdp}: {len(sharded)} of {len(leaves)} leaves sharded, {gib(here)} of {gib(total)} per device",
         problems=tuple(stuck),
         numbers={"fsdp": fsdp, "sharded": len(sharded), "leaves": len(leaves), "bytes": total, "per_device": here},
@@ -278,7 +278,7 @@ def check_pytree_leaf_dtypes(
     *,
     allowed: Sequence[str] = ("float32", "bfloat16", "int32", "uint32", "bool"),
     expected: Mapping[str, DTypeLike] | None = None,
-) -> Report:
+) -> Diagnosis:
     """Count dtypes and name leaves of others than `allowed`, and those that `expected` (path pattern -> dtype, the
     first full match counts) says otherwise. A float64 or a Python number doubles memory or compiles a second time.
     """
@@ -295,7 +295,7 @@ def check_pytree_leaf_dtypes(
         elif getattr(leaf, "weak_type", False):
             problems.append(f"{path}: weakly typed {dtype}, which changes its type in the first step")
     counts = Counter(map(_dtype, leaves.values()))
-    return Report(
+    return Diagnosis(
         title=", ".join(f"{count} {dtype}" for dtype, count in counts.most_common()) or "no leaves",
         problems=tuple(problems),
         numbers=dict(counts),

@@ -60,7 +60,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class BlindComparison:
     """What a number of episodes say."""
 
     successes: tuple[int, int]
@@ -93,7 +93,7 @@ class Comparison:
         )
 
 
-def compare(outcomes: Sequence[bool], assignment: Assignment, *, alpha: float = 0.05) -> Comparison:
+def compare(outcomes: Sequence[bool], assignment: Assignment, *, alpha: float = 0.05) -> BlindComparison:
     """The comparison after these episodes, in their order. A pair counts once both of its episodes are there."""
     if not 0 < alpha < 1:
         raise ConfigError(f"compare: alpha is {alpha}", hint="the share of wrong decisions to accept, such as 0.05")
@@ -106,7 +106,7 @@ def compare(outcomes: Sequence[bool], assignment: Assignment, *, alpha: float = 
     ties = len(whole) - wins - losses
     low, high = interval(wins, losses, ties, alpha=alpha)
     solved = [sum(bool(s) for a, s in zip(arms, outcomes, strict=True) if a == arm) for arm in (0, 1)]
-    return Comparison(
+    return BlindComparison(
         successes=(solved[0], solved[1]),
         episodes=(arms.count(0), arms.count(1)),
         wins=wins,

@@ -8,14 +8,14 @@ from time import perf_counter
 
 from pirl.errors import PirlError
 from pirl.serve.metrics import Metrics
-from pirl.serve.planner import Plan, Planner, Row
+from pirl.serve.planner import PlannedChunk, Planner, Row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Waiting:
     planner: Planner
     row: Row
-    answer: asyncio.Future[tuple[Plan, float]]
+    answer: asyncio.Future[tuple[PlannedChunk, float]]
     since: float
 
     def shares(self, other: "_Waiting") -> bool:
@@ -33,9 +33,9 @@ class Batcher:
         self._arrived = asyncio.Event()
         self._device = ThreadPoolExecutor(1, thread_name_prefix="pirl-device")
 
-    async def plan(self, planner: Planner, row: Row) -> tuple[Plan, float]:
+    async def plan(self, planner: Planner, row: Row) -> tuple[PlannedChunk, float]:
         """(the row's plan, seconds the model took)."""
-        answer: asyncio.Future[tuple[Plan, float]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[PlannedChunk, float]] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(planner=planner, row=row, answer=answer, since=perf_counter()))
         self._arrived.set()
         return await answer
@@ -95,7 +95,7 @@ class Batcher:
         return batch
 
 
-def _tell(answer: asyncio.Future[tuple[Plan, float]], found: tuple[Plan, float] | Exception) -> None:
+def _tell(answer: asyncio.Future[tuple[PlannedChunk, float]], found: tuple[PlannedChunk, float] | Exception) -> None:
     if answer.done():  # its client has left
         return
     if isinstance(found, Exception):

@@ -48,7 +48,7 @@ class Row:
     """Steps of it that will have been executed when the reply is used."""
 
 
-class Plan(NamedTuple):
+class PlannedChunk(NamedTuple):
     """What to do from one observation on."""
 
     chunk: Float[np.ndarray, "H A"]
@@ -145,7 +145,7 @@ class Planner:
         padded[: len(target)] = target
         return replace(row, before=padded, overlap=len(target), frozen=min(delay, len(target)))
 
-    def plan(self, rows: Sequence[Row]) -> list[Plan | PirlError]:
+    def plan(self, rows: Sequence[Row]) -> list[PlannedChunk | PirlError]:
         """A chunk for each row, or why there is none. All rows continue a chunk, or none does."""
         count = len(rows)
         size = next(size for size in self.batch_sizes if size >= count)
@@ -154,14 +154,14 @@ class Planner:
         choice: Choice = jax.device_get(program(self._state, self._key, *_batch(filled)))
         return [self._decoded(choice, i, row) for i, row in enumerate(rows)]
 
-    def _decoded(self, choice: Choice, i: int, row: Row) -> Plan | PirlError:
+    def _decoded(self, choice: Choice, i: int, row: Row) -> PlannedChunk | PirlError:
         try:
             chunk = self.transform.robot_actions(np.asarray(choice.chunk[i], np.float32)[None], row.state[None])[0]
         except PirlError as error:  # not finite: for this row alone
             return error
         if choice.value is None or choice.spread is None:
-            return Plan(chunk, None, None)
-        return Plan(chunk, float(choice.value[i]), float(choice.spread[i]))
+            return PlannedChunk(chunk, None, None)
+        return PlannedChunk(chunk, float(choice.value[i]), float(choice.spread[i]))
 
     def _act(self, state: TrainState, key: Any, numbers: Any, inputs: Any) -> Choice:
         return self._choose(build_agent(self.config), state, inputs, row_keys(key, numbers), None)

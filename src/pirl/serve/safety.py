@@ -74,7 +74,7 @@ class SafetyConfig:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Checked:
+class LimitedChunk:
     """A chunk after the safety net."""
 
     chunk: Float[np.ndarray, "H A"] | None
@@ -112,14 +112,14 @@ class SafetyNet:
         state: Float[np.ndarray, "S"],
         last: Float[np.ndarray, "P A"] | None = None,
         expected: Float[np.ndarray, "R A"] | None = None,
-    ) -> Checked:
+    ) -> LimitedChunk:
         """The chunk within the limits. `last` is the chunk before, `expected` what is left of it, where that is known.
 
         Where it is not known how far the robot got, the nearest step of `last` counts: a jump is then one from all of
         them.
         """
         if not np.isfinite(chunk).all():
-            return Checked(chunk=None, rules=("finite",), reason="the actions are not finite")
+            return LimitedChunk(chunk=None, rules=("finite",), reason="the actions are not finite")
         rules: list[str] = []
         reason = ""
         out = np.asarray(chunk, np.float64)
@@ -141,10 +141,10 @@ class SafetyNet:
                 )
                 out = within
         if not rules:
-            return Checked(chunk=chunk, rules=())
+            return LimitedChunk(chunk=chunk, rules=())
         if self.config.mode == "refuse":
-            return Checked(chunk=None, rules=tuple(rules[:1]), reason=reason)
-        return Checked(chunk=out.astype(chunk.dtype), rules=tuple(rules), reason=reason)
+            return LimitedChunk(chunk=None, rules=tuple(rules[:1]), reason=reason)
+        return LimitedChunk(chunk=out.astype(chunk.dtype), rules=tuple(rules), reason=reason)
 
     def _jump(self, x: np.ndarray, last: np.ndarray | None, expected: np.ndarray | None) -> np.ndarray:
         """Move the whole chunk, its end least, so that it begins near where the one before would go on."""

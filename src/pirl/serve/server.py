@@ -31,7 +31,7 @@ from pirl.serve.access import has_key, limited_sockets, tls_context
 from pirl.serve.batching import Batcher
 from pirl.serve.config import ServeConfig
 from pirl.serve.metrics import Metrics
-from pirl.serve.planner import Plan, Planner
+from pirl.serve.planner import PlannedChunk, Planner
 from pirl.serve.safety import SafetyNet
 from pirl.serve.session import Exchange, Session
 
@@ -245,7 +245,9 @@ class PolicyServer:
             previous = perf_counter() - begun
         await connection.close(GOING_AWAY, "the server is stopping")
 
-    async def _answer(self, session: Session, message: str | bytes, arrived: float) -> tuple[dict[str, Any], Plan]:
+    async def _answer(
+        self, session: Session, message: str | bytes, arrived: float
+    ) -> tuple[dict[str, Any], PlannedChunk]:
         """OpenPI's reply to a request, and the plan in it."""
         if isinstance(message, str):
             raise WireError("a request came as text", hint="send binary messages, as openpi_client does")
@@ -274,7 +276,7 @@ class PolicyServer:
             reply |= {VALUE: plan.value, SPREAD: plan.spread}
         return reply, plan
 
-    def _limited(self, net: SafetyNet, session: Session, plan: Plan, state: Any, request: Any) -> Plan:
+    def _limited(self, net: SafetyNet, session: Session, plan: PlannedChunk, state: Any, request: Any) -> PlannedChunk:
         """The plan within the safety net, or an error with the reason."""
         before, _ = session.before(request)
         found = net.check(plan.chunk, state=state, last=session.chunk, expected=before)
@@ -308,7 +310,7 @@ class PolicyServer:
             await connection.send(said)
             await connection.close(INTERNAL_ERROR, "the reason is in the previous frame")
 
-    async def _tell(self, session: Session, plan: Plan) -> None:
+    async def _tell(self, session: Session, plan: PlannedChunk) -> None:
         """Call the recording hook. What goes wrong there does not reach the robot."""
         if self._on_exchange is None:
             return

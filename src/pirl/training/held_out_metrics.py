@@ -145,7 +145,7 @@ def masked_means(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class PairedDifference:
     """One checkpoint minus another on the same rows."""
 
     mean: float
@@ -155,10 +155,10 @@ class Difference:
     episodes: int
 
 
-def paired_difference(this: Float[Array, "n"], other: Float[Array, "n"], episode: Int[Array, "n"]) -> Difference:
+def paired_difference(this: Float[Array, "n"], other: Float[Array, "n"], episode: Int[Array, "n"]) -> PairedDifference:
     """The mean over episodes of their mean difference; the interval treats episodes, not rows, as independent."""
     apart = this - other
     each = np.array([apart[episode == number].mean() for number in np.unique(episode)])
     mean = float(each.mean()) if len(each) else math.nan
     half = _Z95 * float(each.std(ddof=1)) / math.sqrt(len(each)) if len(each) > 1 else math.inf
-    return Difference(mean=mean, low=mean - half, high=mean + half, episodes=len(each))
+    return PairedDifference(mean=mean, low=mean - half, high=mean + half, episodes=len(each))
