@@ -130,7 +130,7 @@ def test_a_complete_file_needs_no_recipe_and_no_defaults(tmp_path: Path) -> None
         ("model: {dtype: bfloat61}", "unknown value of model.dtype: 'bfloat61'", "did you mean: bfloat16"),
         ("freeze: vlm", "unknown value of freeze: 'vlm'", "vlm_frozen"),
         ("agent: {type: BCC}", "unknown agent.type 'BCC'", "did you mean: BC"),
-        ("agent: {type: 3}", "agent.type is the whole number 3", "BC, ACRLPD"),
+        ("agent: {type: 3}", "agent.type is the whole number 3", "ACRLPD, BC"),
         ("agent: {type: BC, discount: 0.9}", "unknown setting 'agent.discount'", ""),
         ("batch_size: 3\nbatch_size: 4", "'batch_size' is set twice", ""),
         ("3: 4", "a key must be a plain word", ""),

@@ -10,11 +10,12 @@ import optax
 import pytest
 
 import naive_acrlpd as naive
-from pirl.agents.acrlpd import ACRLPD, ActorPart, Successor
+from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import TrainState
 from pirl.agents.bc import BC
 from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.agents.learner import Learner
+from pirl.agents.q_chunking import ActorPart, Successor
 from pirl.data.config import DataConfig
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.replay import MemorySource

@@ -8,189 +8,58 @@ its keys and values the N candidates and the flow loss. Candidates are chosen by
 target critic. β follows the advantages so that the weights keep a given effective sample size.
 """
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Agent, Choice, Metrics, Parts, TrainState
-from pirl.agents.config import ACRLPDConfig
-from pirl.agents.learner import Learner, accumulated, in_parts
+from pirl.agents.agent import Metrics, TrainState
+from pirl.agents.q_chunking import ActorAux, ActorPart, QChunking
+from pirl.agents.q_chunking_config import ACRLPDConfig
 from pirl.models import flow
-from pirl.models.critic import Critic, CriticInputs
-from pirl.models.observation import Observation
+from pirl.models.critic import CriticInputs
 from pirl.models.params import Params
-from pirl.models.policy import FlowPolicy
 
 BETA_RATE = 0.1
 """How far log β and the mean weight move towards those of the latest batch."""
 
 
-class Successor(NamedTuple):
-    """What the target needs of s_{t+L}: what the critic reads, and the policy's candidates."""
-
-    inputs: CriticInputs
-    candidates: Float[Array, "B N H A"]
-
-
-class ActorPart(NamedTuple):
-    """One part of a batch, as the actor's loss takes it; everything random is drawn beforehand."""
-
-    observation: Observation
-    actions: Float[Array, "B H A"]
-    critic_actions: Float[Array, "B h A"]
-    valid: Float[Array, "B H"]
-    draws: flow.Draws
-    candidate_noise: Float[Array, "B N H A"]
-
-
-class ActorAux(NamedTuple):
-    """What the actor's pass leaves for the critic and for the log; the batch is in front."""
-
-    inputs: CriticInputs
-    candidates: Float[Array, "B N H A"]
-    advantage: Float[Array, "B"]
-    weight: Float[Array, "B"]
-    flow_loss: Float[Array, "B"]
-
-
 @dataclass(frozen=True, kw_only=True)
-class ACRLPD(Agent):
-    """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
+class ACRLPD(QChunking):
+    """The critic and everything but the actor is `QChunking`."""
 
-    policy: FlowPolicy
-    critic: Critic
     config: ACRLPDConfig
-    policy_learner: Learner
-    """How the policy's weights learn."""
-    critic_learner: Learner
-    """How the critic's weights learn."""
-    encoder_frozen: bool = False
-    """Does nothing that `policy.encode` reads train? Then one prefix serves the fixed policy of `distill` as well."""
-    flow_steps: int | None = None
-    """Euler steps when acting; None: as many as for candidates in training."""
-
-    @classmethod
-    def build(cls, config: ACRLPDConfig, parts: Parts) -> "ACRLPD":
-        """The algorithm with these settings."""
-        return cls(
-            policy=parts.policy,
-            critic=parts.critic,
-            config=config,
-            policy_learner=parts.policy_learner,
-            critic_learner=parts.critic_learner,
-            encoder_frozen=parts.encoder_frozen,
-            flow_steps=parts.flow_steps,
-        )
-
-    @property
-    def value_range(self) -> tuple[float, float]:
-        """The returns that the rewards allow."""
-        c = self.config
-        return ob.value_range(c.reward_low, c.reward_high, c.discount, once=c.reward_once)
-
-    @property
-    def support(self) -> ob.HLGauss:
-        """The histogram critics predict."""
-        sizes = self.critic.config
-        return ob.HLGauss(*self.value_range, sizes.bins, sizes.sigma_ratio)
-
-    def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
-        policy_key, critic_key = jax.random.split(key)
-        policy = self.policy.init(policy_key) if policy_params is None else policy_params
-        policy, policy_opt = self.policy_learner.init(policy)
-        critic, critic_opt = self.critic_learner.init(self.critic.init(critic_key))
-        learners = {"policy": (self.policy_learner, policy), "critic": (self.critic_learner, critic)}
-        low, high = self.value_range
-        target = {"critic": _copy(critic)}
-        if self.config.actor == "distill":
-            # Candidates of a policy that is trained on them feed on the critic's errors (measured: success falls to
-            # zero within 400 steps); those of the policy it started from stay where the data are.
-            target["policy"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params={"policy": policy, "critic": critic},
-            target=target,
-            ema={name: _copy(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
-            opt={"policy": policy_opt, "critic": critic_opt},
-            scalars={"beta": jnp.float32(self.config.beta_init * (high - low)), "mean_weight": jnp.float32(1.0)},
-            frozen=self.policy_learner.frozen(policy),
-        )
 
     @property
     def compares(self) -> bool:
-        """Does anything compare the data at s with the policy's own chunks? Plain Q-chunking imitates all alike."""
+        """Plain Q-chunking imitates all alike."""
         return self.config.actor != "best_of_n" or self.config.calql_weight > 0
 
-    # The critic
+    def more_targets(self, policy: Params) -> dict[str, Params]:
+        """For `distill`, the policy that training started from.
 
-    def values(self, params: Params, embedding: Array, chunks: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
-        """Every member's value of N chunks per observation."""
-        return ob.critic_value(self.critic.config.loss, self.critic.score(params, embedding, chunks), self.support)
+        Candidates of a policy that is trained on them feed on the critic's errors (measured: success falls to zero
+        within 400 steps); those of the policy it started from stay where the data are.
+        """
+        if self.config.actor != "distill":
+            return {}
+        return {"policy": jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)}
 
-    def successor(self, params: Params, observation: Observation, noise: Float[Array, "B N H A"]) -> Successor:
-        """Encode s_{t+L} once and draw the policy's N candidates there."""
-        context = self.policy.encode(params, observation)
-        candidates = flow.sample(self.policy, params, context, noise, num_steps=self.config.flow_steps)
-        return jax.lax.stop_gradient(Successor(CriticInputs.of(context), candidates))
-
-    def target(
-        self, online: Params, target: Params, successor: Successor, batch: Any, key: Array
-    ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
-        """Y, by the best of N for the online critic, valued by the target critic; and what choosing it gains."""
-        inputs, candidates = successor
-        choice = self.values(online, self.critic.embed(online, inputs), candidates).mean(0)
-        best = ob.take_candidate(candidates, ob.select_best(choice))
-        value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
-        value = ob.aggregate(value, self.config.q_aggregation, key)
-        bootstrap = 1 - batch["next_terminal"]
-        bounds = self.value_range if self.config.clip_targets else (-math.inf, math.inf)
-        y = ob.td_target(batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *bounds)
-        return y, choice.max(1) - choice.mean(1)
-
-    def critic_loss(
-        self, params: Params, inputs: CriticInputs, candidates: Array, batch: Any, y: Float[Array, "B"], key: Array
-    ) -> tuple[Float[Array, ""], Metrics]:
-        """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`); optionally Cal-QL on top."""
-        sizes, mask = self.critic.config, batch["sequence_mask"]
-        embedding = self.critic.embed(params, inputs)
-        out = self.critic.score(params, embedding, batch["critic_actions"][:, None], key=key)[:, :, 0]
-        error = ob.critic_loss(sizes.loss, out, y, support=self.support, delta=sizes.huber_delta)
-        loss = ob.masked_mean(error, mask)
-        q = ob.critic_value(sizes.loss, out, self.support)
-        info = {"critic/loss": loss, "critic/q_mean": q.mean(), "critic/q_std": q.std(1).mean(), "critic/y": y.mean()}
-        if self.config.calql_weight:
-            # The penalty compares values under the same dropout, hence none.
-            pushed = ob.calql_penalty(
-                self.values(params, embedding, candidates),
-                self.values(params, embedding, batch["critic_actions"][:, None])[..., 0],
-                batch["mc_return"],
-            )
-            penalty = ob.masked_mean(pushed, mask)
-            info["critic/calql"] = penalty
-            loss = loss + self.config.calql_weight * penalty
-        return loss, info
-
-    # The actor
+    def scalars(self) -> dict[str, Array]:
+        """The temperature, and the mean of the weights."""
+        low, high = self.value_range
+        return {"beta": jnp.float32(self.config.beta_init * (high - low)), "mean_weight": jnp.float32(1.0)}
 
     def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
         """The weighted flow-matching loss. One prefix pass serves candidates, advantages, cloning and the critic."""
         c = self.config
         context = self.policy.encode(params, part.observation)
         fixed = jax.lax.stop_gradient(context)
-        candidates = self._candidates(params, state, fixed, part)
-        critic, inputs = state.params["critic"], CriticInputs.of(fixed)
-        embedding = self.critic.embed(critic, inputs)
-        of_data = self.values(critic, embedding, part.critic_actions[:, None]).mean(0)[:, 0]
-        # Where nothing reads candidates at s, there are none, and the data are compared with themselves.
-        of_candidates = self.values(critic, embedding, candidates).mean(0) if candidates.shape[1] else of_data[:, None]
-        advantage = of_data - of_candidates.mean(1)
+        candidates, inputs = self._candidates(params, state, fixed, part), CriticInputs.of(fixed)
+        advantage, values = self.compared(state, inputs, part.critic_actions, candidates)
         warm = state.step >= c.actor_warmup_steps
         raw = ob.awr_weights(advantage, state.scalars["beta"], c.weight_cap)
 
@@ -203,7 +72,7 @@ class ACRLPD(Agent):
         if c.actor == "awr":
             loss = imitation * jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
         elif c.actor == "distill":
-            best = ob.take_candidate(candidates, ob.select_best(of_candidates))
+            best = ob.take_candidate(candidates, ob.select_best(values))
             share = jnp.where(warm, c.bc_loss_weight, 1.0)
             loss = share * imitation + (1 - share) * cloned(best, None)
         else:
@@ -216,116 +85,9 @@ class ACRLPD(Agent):
         if "policy" in state.target:
             params = state.target["policy"]
             context = context if self.encoder_frozen else self.policy.encode(params, part.observation)
-        noise, steps = part.candidate_noise, self.config.flow_steps
-        if not noise.size:
-            return noise
-        return jax.lax.stop_gradient(flow.sample(self.policy, params, context, noise, num_steps=steps))
+        return self.sampled(params, context, part.candidate_noise)
 
-    def bc_loss(
-        self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
-    ) -> Float[Array, ""]:
-        """Plain imitation of the data, for comparison and for monitoring."""
-        error = flow.squared_error(self.policy, params, self.policy.encode(params, observation), actions, draws)
-        return flow.chunk_loss(error, valid=valid, dims=self.critic.real_action_dim).mean()
-
-    # One step
-
-    def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """Targets at s', the actor's pass at s, then the critic's updates on the features both left behind."""
-        c, keys = self.config, _named(key)
-        part, successor_inputs = self._inputs(batch, keys)
-        ahead = state.target.get("policy", state.policy)
-        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
-
-        trainable, frozen = self.policy_learner.split(state.params["policy"])
-
-        def actor_loss(trainable: Params, part: ActorPart) -> tuple[Array, ActorAux]:
-            return self.actor_loss(self.policy_learner.join(trainable, frozen), state, part)
-
-        loss, aux, grads = accumulated(actor_loss, trainable, part, c.accumulate)
-        policy, policy_opt = self.policy_learner.step(state.params["policy"], grads, state.opt["policy"])
-        critic, target, critic_opt, info = self._update_critic(state, aux, successor, batch, keys["critic"])
-        params = {"policy": policy, "critic": critic}
-        learners = {"policy": self.policy_learner, "critic": self.critic_learner}
-        metrics = {
-            "actor/loss": loss,
-            "actor/grad_norm": optax.tree.norm(grads),
-            **info,
-            **self._metrics(state, aux, batch),
-        }
-        new = replace(
-            state,
-            step=state.step + 1,
-            params=params,
-            target=state.target | {"critic": target},
-            ema={name: learners[name].average(average, params[name]) for name, average in state.ema.items()},
-            opt={"policy": policy_opt, "critic": critic_opt},
-            scalars=self._adapt(state, aux),
-        )
-        return new, metrics
-
-    def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:
-        """What `update` with the same key descends on, as one number with its parts: total = critic + actor.
-
-        For inspection: `update` takes the two gradients apart. `bc` is plain imitation at the same draws; it is not
-        added, since the actor's loss holds its share of it already (`bc_loss_weight`).
-        """
-        keys = _named(key)
-        part, successor_inputs = self._inputs(batch, keys)
-        successor = self.successor(state.target.get("policy", state.policy), *successor_inputs)
-        policy, critic = state.params["policy"], state.params["critic"]
-        actor, aux = self.actor_loss(policy, state, part)
-        pair_key, dropout_key = jax.random.split(jax.random.split(keys["critic"], self.config.critic_updates)[0])
-        y, _ = self.target(critic, state.target["critic"], successor, batch, pair_key)
-        temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
-        imitation = self.bc_loss(policy, part.observation, part.actions, part.valid, part.draws)
-        total = temporal + actor
-        return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
-
-    def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
-        """Observations augmented alike at s and s', and every random number of the step."""
-        c = self.config
-        key = keys["augment"] if c.augment else None
-        here, there = (
-            self.policy.prepare(Observation.from_dict(batch[name]), key)
-            for name in ("observations", "next_observations")
-        )
-        actions, num = batch["actions"], c.num_action_samples
-        here_num = num if self.compares else 0
-        part = ActorPart(
-            observation=here,
-            actions=actions,
-            critic_actions=batch["critic_actions"],
-            valid=batch["valid"],
-            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times),
-            candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
-        )
-        return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))
-
-    def _update_critic(
-        self, state: TrainState, aux: ActorAux, successor: Successor, batch: Any, key: Array
-    ) -> tuple[Params, Params, Any, Metrics]:
-        """`critic_updates` steps on the same features; targets follow the critic from step to step."""
-
-        def once(carry: tuple[Params, Params, Any], key: Array) -> tuple[tuple[Params, Params, Any], Metrics]:
-            critic, target, opt = carry
-            pair_key, dropout_key = jax.random.split(key)
-            y, gain = self.target(critic, target, successor, batch, pair_key)
-
-            def loss(critic: Params) -> tuple[Array, Metrics]:
-                return self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
-
-            (_, info), grads = jax.value_and_grad(loss, has_aux=True)(critic)
-            critic, opt = self.critic_learner.step(critic, grads, opt)
-            target = ob.soft_update(target, critic, self.config.target_update_rate)
-            info |= {"critic/candidate_gain": gain.mean(), "critic/grad_norm": optax.tree.norm(grads)}
-            return (critic, target, opt), info
-
-        start = (state.params["critic"], state.target["critic"], state.opt["critic"])
-        (critic, target, opt), infos = jax.lax.scan(once, start, jax.random.split(key, self.config.critic_updates))
-        return critic, target, opt, jax.tree.map(lambda x: x[-1], infos)
-
-    def _adapt(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
+    def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
         """Move β and the mean weight towards those of this batch; the next step uses them."""
         if not self.compares:
             return state.scalars
@@ -336,101 +98,16 @@ class ACRLPD(Agent):
         latest = ob.awr_weights(aux.advantage, beta, c.weight_cap).mean()
         return {"beta": new_beta, "mean_weight": (1 - BETA_RATE) * mean + BETA_RATE * latest}
 
-    def _metrics(self, state: TrainState, aux: ActorAux, batch: Any) -> Metrics:
-        critic = state.params["critic"]
-        embedding = self.critic.embed(critic, aux.inputs)
-        chunks = batch["critic_actions"][:, None]
-
-        def total(chunks: Array) -> tuple[Array, Array]:
-            q = self.values(critic, embedding, chunks).mean(0)[:, 0]
-            return q.sum(), q
-
-        slope, q = jax.grad(total, has_aux=True)(chunks)
-        known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
-        gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
-        compared = {
+    def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
+        """Advantages and their weights."""
+        if not self.compares:
+            return {}
+        return {
             "actor/advantage": aux.advantage.mean(),
             "actor/ess": ob.effective_sample_size(aux.weight),
             "actor/beta": state.scalars["beta"],
         }
-        return (compared if self.compares else {}) | {
-            "actor/flow_loss": aux.flow_loss.mean(),
-            "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
-            "critic/mc_gap": ob.masked_mean(gap, known),
-            "critic/mc_correlation": _correlation(q, batch["mc_return"], known),
-            "data/valid_fraction": batch["valid"].mean(),
-            "data/critic_fraction": batch["sequence_mask"].mean(),
-        }
 
-    # Acting
-
-    def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """The critic, where it chooses."""
-        return frozenset({"critic"} if self._candidates_to_act(best_of) > 1 else ())
-
-    def q_values(
-        self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
-    ) -> Float[Array, "E B N"]:
-        """Each critic's value of N chunks per observation, by the weights that act."""
-        critic = state.ema.get("critic", state.params["critic"])
-        inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
-        return self.values(critic, self.critic.embed(critic, inputs), chunks)
-
-    def act(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Float[Array, "B H A"]:
-        """One chunk per observation: the critic's choice among `best_of` candidates, or a plain sample of one."""
-        return self.choose(state, observation, keys, best_of=best_of, steer=steer).chunk
-
-    def choose(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Choice:
-        """What `act` does, with the critic's values where there are several candidates.
-
-        By default `best_of_n` chooses among N, while `awr` and `distill` sample: their improvement is in the weights.
-        """
-        count = self._candidates_to_act(best_of)
-        params = state.policy
-        context = self.policy.encode(params, observation)
-        noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
-        steps = self.flow_steps or self.config.flow_steps
-        chunks = flow.sample(self.policy, params, context, noise, num_steps=steps, steer=steer)
-        if count == 1:
-            return Choice(chunks[:, 0])
-        critic = state.ema.get("critic", state.params["critic"])
-        embedding = self.critic.embed(critic, CriticInputs.of(context))
-        values = self.values(critic, embedding, chunks).mean(0)
-        return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))
-
-    def _candidates_to_act(self, best_of: int | None) -> int:
+    def candidates_to_act(self, best_of: int | None) -> int:
+        """By default `best_of_n` chooses among N, while `awr` and `distill` sample: they improve the weights."""
         return best_of or (self.config.num_action_samples if self.config.actor == "best_of_n" else 1)
-
-
-def _named(key: Array) -> dict[str, Array]:
-    """One key for each kind of randomness in a step."""
-    return dict(zip(("augment", "flow", "time", "here", "there", "critic"), jax.random.split(key, 6), strict=True))
-
-
-def _copy(tree: Params) -> Params:
-    """A copy, not a reference: every leaf of the state is donated on its own."""
-    return jax.tree.map(jnp.copy, tree)
-
-
-def _correlation(x: Float[Array, "B"], y: Float[Array, "B"], mask: Float[Array, "B"]) -> Float[Array, ""]:
-    """Pearson correlation over the masked samples; 0 where either does not vary."""
-    x, y = x - ob.masked_mean(x, mask), jnp.where(mask > 0, y, 0.0)
-    y = y - ob.masked_mean(y, mask)
-    cov, var_x, var_y = (ob.masked_mean(z, mask) for z in (x * y, x * x, y * y))
-    return cov / jnp.sqrt(jnp.maximum(var_x * var_y, 1e-12))

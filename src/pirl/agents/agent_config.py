@@ -39,10 +39,10 @@ class AgentConfig(Checked):
 
     @classmethod
     def kinds(cls) -> tuple[type["AgentConfig"], ...]:
-        """Every algorithm's settings: pirl's own, then those of imported modules."""
+        """Every algorithm's settings by name: pirl's own, then those of imported modules."""
         import_module("pirl.agents.config")
         found = [kind for kind in _descendants(cls) if kind.agent]
-        return tuple(sorted(found, key=lambda kind: not kind.__module__.startswith("pirl.")))
+        return tuple(sorted(found, key=lambda kind: (not kind.__module__.startswith("pirl."), kind.__name__)))
 
     @property
     def learns_values(self) -> bool:

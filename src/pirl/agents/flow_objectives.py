@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pirl.agents import objectives as ob
-from pirl.agents.config import GroupAdvantage, GroupLoss
+from pirl.agents.rollout_config import GroupAdvantage, GroupLoss
 from pirl.errors import ConfigError, EnvError
 
 # Groups of rollouts, on the host

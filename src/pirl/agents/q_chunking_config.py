@@ -1,0 +1,150 @@
+"""Settings of the algorithms with a critic over action chunks. No jax here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from pirl.agents.agent_config import AgentConfig
+from pirl.errors import ConfigError
+from pirl.models.config import FlowTimes
+from pirl.models.critic_config import Aggregation
+from pirl.ranges import Count, Decay, Inside, Natural, Share
+from pirl.search import Choice, Item, Range, around
+
+Actor = Literal["awr", "distill", "best_of_n"]
+"""How the critic reaches the actor. `awr`: data chunks, weighted by their advantage. `distill`: the best of N
+candidates of the policy that training started from. `best_of_n`: not at all, the choice is made when acting
+(Q-chunking itself)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QChunkingConfig(AgentConfig):
+    """The critic over action chunks that ACRLPD and its relatives share."""
+
+    replays: ClassVar[bool] = True
+
+    discount: Inside = 0.99
+    """Per environment step. A good start is 1 - 1/(steps of a long episode)."""
+    reward_low: float = 0.0
+    """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
+    reward_high: float = 1.0
+    """Largest reward of a step."""
+    reward_once: bool = True
+    """Sparse rewards: at most one step of an episode pays anything. Bounds the values more tightly."""
+    num_action_samples: Count = 4
+    """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N acting."""
+    flow_steps: Count = 10
+    """Euler steps per candidate."""
+    q_aggregation: Aggregation = "mean"
+    """How the target critics' values become one."""
+    target_update_rate: Share = 0.005
+    """τ: how far the target critic moves towards the critic in each update."""
+    critic_updates: Count = 1
+    """Critic updates per actor update (update-to-data ratio), on features that are computed once."""
+    actor_warmup_steps: Natural = 0
+    """For so many steps the actor imitates the data alone while the critic learns."""
+    calql_weight: float = 0.0
+    """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0 is off."""
+    flow_draws: Count = 1
+    """Points of the flow per chunk and step."""
+    flow_times: FlowTimes = "beta"
+    """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
+    clip_targets: bool = True
+    """Clip targets to the returns that the rewards allow. Q-chunking does not; `hl_gauss` clips in any case."""
+    policy_ema_decay: Decay | None = 0.999
+    """Average of the policy, for acting, targets and checkpoints; None turns it off."""
+    critic_ema_decay: Decay | None = 0.99
+    """Average of the critic, for choosing among candidates when acting; None turns it off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.reward_low < self.reward_high:
+            raise ConfigError(f"rewards lie between {self.reward_low} and {self.reward_high}", hint="low before high")
+
+    @property
+    def learns_values(self) -> bool:
+        """A critic."""
+        return True
+
+    @property
+    def chooses(self) -> bool:
+        """By its critic."""
+        return True
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.policy_ema_decay
+
+    @property
+    def critic_ema(self) -> float | None:
+        """EMA decay of the critic's weights, or None."""
+        return self.critic_ema_decay
+
+    def without_ema(self) -> "QChunkingConfig":
+        """The same settings without the policy's EMA."""
+        return replace(self, policy_ema_decay=None)
+
+    def small(self) -> "QChunkingConfig":
+        """The actor starts at once."""
+        return replace(self, accumulate=min(self.accumulate, 2), actor_warmup_steps=min(self.actor_warmup_steps, 2))
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Rewards that the value range does not hold, and failures that would pay."""
+        declared = run.data.reward_range
+        if declared is None:
+            return
+        (low, high), outcome = declared, run.data.outcome
+        if not self.reward_low <= low <= high <= self.reward_high:
+            yield (
+                f"data.outcome {outcome!r} gives rewards from {low:g} to {high:g}, the agent expects them from "
+                f"{self.reward_low:g} to {self.reward_high:g}",
+                f"they bound the values: --agent.reward-low {low:g} --agent.reward-high {high:g}",
+            )
+        if outcome == "step_penalty" and run.data.failure == "terminal" and not run.data.failure_reward:
+            yield (
+                "data.outcome 'step_penalty' with failures that end the task at no cost: failing early would pay",
+                "make a failure cost more than going on, such as --data.failure-reward -100, or a time-out: "
+                "--data.failure timeout",
+            )
+        if self.reward_once and outcome == "step_penalty":
+            yield (
+                "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
+                "it bounds the values: --agent.no-reward-once",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ACRLPDConfig(QChunkingConfig):
+    """Q-chunking on a flow policy: a critic over action chunks, and an actor that takes its advice into the weights."""
+
+    agent: ClassVar[str] = "pirl.agents.acrlpd:ACRLPD"
+
+    actor: Actor = "awr"
+    """How the critic reaches the actor."""
+    target_ess: Inside = 0.4
+    """Effective sample size of the advantage weights, as a share of the batch; the temperature β is adapted to it.
+    0.3 to 0.5 works."""
+    beta_init: float = 0.1
+    """Temperature to start with, as a share of the value range."""
+    weight_cap: float = 20.0
+    """Largest advantage weight."""
+    bc_loss_weight: Share = 0.1
+    """Share of the actor's loss that imitates the data whatever the critic thinks."""
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, discount, update-to-data ratio, and what steers the actor."""
+        learns = self.actor != "best_of_n"  # there the actor does not listen to the critic
+        yield ("pi0_lr", around(run.policy_schedule)) if learns else ("critic_lr", around(run.critic_schedule))
+        # A discount is felt by its distance to 1: half and twice the time it looks ahead.
+        discounts = (round(1 - share * (1 - self.discount), 4) for share in (2.0, 1.0, 0.5))
+        yield "agent.discount", Choice(values=tuple(discount for discount in discounts if discount > 0))
+        yield "agent.critic_updates", Choice(values=(1, 2, 4))
+        if self.actor == "awr":
+            yield "agent.target_ess", Range(low=0.15, high=0.6)
+        else:
+            yield "agent.num_action_samples", Choice(values=(4, 8, 16))
+        if learns:
+            yield "agent.bc_loss_weight", Choice(values=(0.0, 0.1, 0.3))
+        else:
+            yield "agent.q_aggregation", Choice(values=("mean", "min"))

@@ -1,0 +1,146 @@
+"""Settings of the algorithms that learn from groups of their own rollouts. No jax here."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pirl.agents.agent_config import AgentConfig, GroupPlan
+from pirl.errors import ConfigError, PirlWarning
+from pirl.ranges import Bounds, Count, Decay, Inside, NotNegative, Positive
+from pirl.search import Choice, Item, Range, around
+
+GroupLoss = Literal["nft", "awr", "filter", "cfg", "fpo", "raw"]
+"""How advantages of rollouts reach the policy. `nft`: towards what did well, away from what did badly, held near the
+policy that rolled out. `awr`: imitation of rollouts, weighted by their advantage. `filter`: imitation of the better
+ones alone. `cfg`: a condition that means "better than its group". `fpo`: clipped ratios, as PPO. `raw`: the flow loss
+times the advantage, for ablations."""
+
+GroupAdvantage = Literal["rloo", "std"]
+"""What a rollout is compared with: `rloo`, the mean of the others of its group. `std`: the mean of its group, in
+standard deviations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RIPTConfig(AgentConfig):
+    """Groups of rollouts from the same initial state, compared with each other: no critic, no reward model."""
+
+    agent: ClassVar[str] = "pirl.agents.ript:RIPT"
+
+    loss: GroupLoss = "nft"
+    """How advantages reach the policy."""
+    group_size: Annotated[int, Bounds(low=2)] = 8
+    """K: rollouts of one initial state. Their mean is the baseline."""
+    groups_per_iteration: Count = 16
+    """Groups to learn from in each iteration; groups in which all rollouts are worth the same do not count."""
+    max_attempts: Annotated[float, Bounds(low=1)] = 4.0
+    """Groups that may be rolled out to find those, as a multiple of `groups_per_iteration`; then the iteration goes on
+    with what it has."""
+    epochs: Count = 2
+    """Passes over the rollouts of an iteration."""
+    drift_limit: Positive | None = 0.02
+    """Go on to the next iteration once `ript/drift`, the mean squared distance of the velocities to those of the policy
+    that rolled out, is above this; None makes all passes."""
+    advantage: GroupAdvantage = "rloo"
+    """What a rollout is compared with."""
+    nft_beta: Positive = 1.0
+    """β of `nft`: the best velocity is v_old + A (u - v_old) / β, so a larger one moves less."""
+    awr_beta: Positive = 0.5
+    """Temperature of `awr`: smaller is greedier."""
+    weight_cap: Annotated[float, Bounds(low=1)] = 20.0
+    """Largest weight of `awr`, before weights are divided by their mean."""
+    fpo_clip: Inside = 0.05
+    """How far the ratio of `fpo` may leave 1 before it stops counting; 0.05 is FPO's own."""
+    condition_dropout: Decay = 0.2
+    """Share of the unconditional branch in the loss of `cfg`; 0.1 to 0.3 works."""
+    guidance: NotNegative = 1.0
+    """Guidance scale of `cfg` when acting: 1 is the conditional policy, more extrapolates."""
+    bc_weight: NotNegative = 0.0
+    """Weight of imitation of demonstrations beside the rollouts; 0 needs no demonstrations."""
+    flow_draws: Count = 4
+    """Points of the flow per chunk and step. More cost little: the prefix is shared."""
+    ema_decay: Decay | None = None
+    """Average the weights for acting and for checkpoints; None acts with the weights themselves."""
+    augment: bool = False
+    """Augment pictures. The policy rolled out on pictures as they are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.guidance != 1 and self.loss != "cfg":
+            raise ConfigError(
+                f"guidance is {self.guidance} and the loss is {self.loss!r}", hint="only `cfg` has two branches to mix"
+            )
+        if self.loss == "raw":
+            self._raw()
+
+    @property
+    def uses_dataset(self) -> bool:
+        """Only where demonstrations are imitated beside the rollouts."""
+        return self.bc_weight > 0
+
+    @property
+    def groups(self) -> GroupPlan:
+        """The rollouts of one iteration."""
+        count = self.groups_per_iteration
+        return GroupPlan(
+            size=self.group_size, groups=count, max_groups=int(self.max_attempts * count), epochs=self.epochs
+        )
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.ema_decay
+
+    def without_ema(self) -> "RIPTConfig":
+        """The same settings without EMA."""
+        return replace(self, ema_decay=None)
+
+    def small(self) -> "RIPTConfig":
+        """Two groups of two."""
+        return replace(
+            self,
+            accumulate=min(self.accumulate, 2),
+            group_size=2,
+            groups_per_iteration=2,
+            max_attempts=1.0,
+            bc_weight=0.0,
+        )
+
+    def quick(self) -> "RIPTConfig":
+        """At most four groups."""
+        return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Demonstrations that are not there."""
+        if self.bc_weight > 0 and not run.data.repo_ids:
+            yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, passes, and the loss's own setting."""
+        yield "pi0_lr", around(run.policy_schedule)
+        if self.loss != "raw":  # which is a gradient for the first pass only
+            yield "agent.epochs", Choice(values=(1, 2, 4))
+        yield "agent.drift_limit", Choice(values=(0.005, 0.01, 0.02, 0.05))
+        yield "agent.advantage", Choice(values=("rloo", "std"))
+        own: dict[str, tuple[str, Range]] = {
+            "nft": ("agent.nft_beta", Range(low=0.5, high=4.0, log=True)),
+            "awr": ("agent.awr_beta", Range(low=0.2, high=1.0, log=True)),
+            "fpo": ("agent.fpo_clip", Range(low=0.02, high=0.2, log=True)),
+            "cfg": ("agent.condition_dropout", Range(low=0.1, high=0.3)),
+        }
+        if self.loss in own:
+            yield own[self.loss]
+
+    def _raw(self) -> None:
+        """The flow loss of a bad rollout, times a negative number, has no minimum."""
+        if self.epochs > 1:
+            raise ConfigError(
+                f"loss 'raw' with {self.epochs} epochs: the loss of bad rollouts is unbounded below",
+                hint="it is a policy gradient for the first step only: epochs 1, or a loss that may be minimised (nft)",
+            )
+        warnings.warn(
+            "loss 'raw' pushes velocities away from bad rollouts without a bound: with large steps the policy leaves "
+            "the task, all rollouts fail alike, and nothing is left to learn from. `nft` does the same with a bound.",
+            PirlWarning,
+            stacklevel=4,
+        )
