@@ -83,7 +83,8 @@ def check_columns(meta: DatasetMeta, columns: Mapping[str, Shaped[np.ndarray, "N
             found = _of_rows(rows)
             if key not in bounds or _fits(found, bounds[key]):
                 continue
-            others = [other for other in bounds if other != key and _fits(found, bounds[other]) and np.ptp(found) > 0]
+            telling = len(np.unique(rows)) > 2  # flags of one episode are often those of another column
+            others = [other for other in bounds if other != key and _fits(found, bounds[other])] if telling else []
             if others and not _fits(bounds[key], bounds[others[0]]):
                 raise DataError(
                     f"{episode.data.path}: episode {episode.index}: column {key!r} holds what was recorded as "
