@@ -60,7 +60,8 @@ def test_every_setting_is_explained() -> None:
         found = [f"{path}.{f.name}" for f in fields(cls) if f.name not in config_io.field_docs(cls)]
         for f in fields(cls):
             for part in config_io._dataclasses(config_io._hints(cls)[f.name]).values():
-                found += missing(part, f"{path}.{f.name}")
+                if part.__module__.startswith("pirl."):  # other tests import agents of their own
+                    found += missing(part, f"{path}.{f.name}")
         return found
 
     assert missing(RLTrainConfig, "config") == []

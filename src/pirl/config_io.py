@@ -299,7 +299,10 @@ def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, in one line and in YAML's words."""
     inherited = [field_docs(base) for base in reversed(cls.__bases__) if is_dataclass(base)]
     found = {name: text for docs in inherited for name, text in docs.items()}
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, TypeError):  # defined in a notebook or at a prompt: there is no source to read
+        return found
     if not isinstance(body, ast.ClassDef):
         return found
     for statement, following in zip(body.body, body.body[1:], strict=False):

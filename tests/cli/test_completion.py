@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pirl import recipes
+from pirl.agents.agent_config import AgentConfig
 from pirl.cli import app
 from pirl.cli.completion import complete
 from pirl.config_io import write_yaml
@@ -89,7 +90,6 @@ def test_settings_are_those_of_the_recipe(ask) -> None:
         ("train debug --variant ", ["quick", "full", "benchmark"]),
         ("train debug --agent.actor ", ["awr", "distill", "best_of_n"]),
         ("train debug --agent.actor=d", ["--agent.actor=distill"]),
-        ("train debug --agent.type ", ["BC", "ACRLPD", "RIPT"]),
         ("train debug --freeze v", ["vlm_frozen"]),
         ("train debug --freeze N", ["None"]),
         ("train debug --agent.no-aug", ["--agent.no-augment"]),
@@ -101,6 +101,13 @@ def test_settings_are_those_of_the_recipe(ask) -> None:
 )
 def test_values(line: str, offered: list[str], ask) -> None:
     assert ask(f"pirl {line}") == offered
+
+
+def test_agents_are_offered(ask) -> None:
+    """Every one of pirl's, by name; then those of modules that other tests have imported."""
+    own = [kind.__name__.removesuffix("Config") for kind in AgentConfig.kinds() if kind.__module__.startswith("pirl.")]
+    assert {"ACRLPD", "BC", "RIPT"} < set(own)
+    assert ask("pirl train debug --agent.type ")[: len(own)] == sorted(own)
 
 
 def test_what_is_offered_is_taken(ask) -> None:

@@ -25,6 +25,9 @@ from pirl.errors import PirlWarning
 from serving_runs import SEEN, Client
 from small_runs import compiled_once
 
+TRUSTED = {"PIRL_TRUST": "acting_runs"}
+"""The module whose environments the runs name."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -41,7 +44,7 @@ class Served:
     def __init__(self, *words: str, **environment: str) -> None:
         command = [sys.executable, "-m", "pirl", "serve", *words]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | TRUSTED | environment
         )
         self.lines: list[str] = []
         self.more = threading.Condition()

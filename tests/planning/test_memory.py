@@ -40,12 +40,18 @@ def test_marks_follow_the_fullest_device_and_find_the_peak() -> None:
     assert [mark.peak // GIB for mark in monitor.marks] == [12, 70, 70]
     assert monitor.peak is not None
     assert monitor.peak.label == "step"
-    header, loaded, step, saved, summary = monitor.report().splitlines()
+    header, loaded, step, saved, *by_device, summary = monitor.report().splitlines()
     assert header.split() == ["mark", "time", "in", "use", "change", "peak", "process"]
     assert "12.00 GiB" in loaded
     assert "+0.00 GiB" in loaded
     assert "+58.00 GiB" in step
     assert "-58.00 GiB" in saved
+    assert [line.split() for line in by_device] == [
+        ["in", "use", "by", "device", "GPU", "0", "GPU", "1"],
+        ["loaded", "10.00", "GiB", "12.00", "GiB"],
+        ["step", "70.00", "GiB", "30.00", "GiB"],
+        ["saved", "11.00", "GiB", "12.00", "GiB"],
+    ]
     assert summary == "highest by 'step': GPU 0 70.00 GiB of 80.00 GiB, GPU 1 30.00 GiB of 80.00 GiB"
 
 

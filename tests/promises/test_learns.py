@@ -49,7 +49,7 @@ def demonstrated(seed: int, episodes: int = 300) -> MemorySource:
 
 
 def successful(source: MemorySource) -> MemorySource:
-    return replace(source, items=[item for item in source.items if item[0].success])
+    return MemorySource(cameras=source.cameras, items=[item for item in source.items if item[0].success])
 
 
 def shuffled(source: MemorySource, seed: int) -> MemorySource:
@@ -60,7 +60,7 @@ def shuffled(source: MemorySource, seed: int) -> MemorySource:
         success = source.items[other][0].success
         rewards = (episode.terminated & success).astype(np.float32)
         items.append((replace(episode, rewards=rewards, success=success), frames))
-    return replace(source, items=items)
+    return MemorySource(cameras=source.cameras, items=items)
 
 
 def batches(sources: list[MemorySource]) -> dict:
@@ -91,9 +91,9 @@ def training(agent):
     return jax.jit(jax.vmap(run), compiler_options={"xla_backend_optimization_level": 1})
 
 
-def success(agent, states, *, candidates: int | None = None) -> np.ndarray:
+def success(agent, states, *, best_of: int | None = None) -> np.ndarray:
     """Success rate of each seed over 600 fresh episodes."""
-    extra = {} if candidates is None else {"candidates": candidates}
+    extra = {} if best_of is None else {"best_of": best_of}
 
     def chunks(state, position, key):
         keys = jax.random.split(key, len(position))
