@@ -32,6 +32,9 @@ class Settings:
     weight_cap: float
     bc_loss_weight: float
     warmup: int
+    mc: bool
+    heed_agreement: bool
+    scale_by_state: bool
     calql_weight: float
     bins: int
     sigma_ratio: float
@@ -244,10 +247,20 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     )
 
     # The actor
-    of_data = members(s, critic, here, batch["critic_actions"]).mean(0)
-    of_candidates = np.array([[members(s, critic, here[b], c).mean() for c in candidates[b]] for b in range(size)])
+    by_member = members(s, critic, here, batch["critic_actions"])
+    of_data = by_member.mean(0)
+    each = np.array([[members(s, critic, here[b], c).reshape(-1) for c in candidates[b]] for b in range(size)])
+    of_candidates = each.mean(2)
+    by_member = by_member - each.mean(1).T
     compares = s.actor != "best_of_n" or s.calql_weight > 0
     advantage = of_data - of_candidates.mean(1) if compares else np.zeros(size)
+    agreed = max(0.0, 1 - np.mean([np.var(a, ddof=1) / len(a) for a in by_member.T]) / np.var(by_member.mean(0)))
+    if s.scale_by_state:
+        spread = np.array([np.std(values) for values in of_candidates])
+        typical = state["spread"]
+        advantage = np.array(
+            [a * 1.25 * typical / (d + 0.25 * typical) for a, d in zip(advantage, spread, strict=True)]
+        )
     raw = np.array([min(exp(a / state["beta"]), s.weight_cap) for a in advantage])
     info["capped"] = raw == s.weight_cap
     warming = state["step"] < s.warmup
@@ -276,6 +289,8 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     for k in range(s.critic_updates):
         info["gain"] = []
         y = target(s, new_critic, slow, successors, batch, draws.pairs[k], info)
+        if s.mc:
+            y = np.array([ret if ret == ret else guess for ret, guess in zip(batch["mc_return"], y, strict=True)])
 
         def both(critic: Tree, y=y) -> float:
             loss, penalty = critic_loss(s, critic, candidates, batch, y)
@@ -291,7 +306,8 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     # What adapts
     beta, mean_weight = state["beta"], state["mean_weight"]
     if compares:
-        fitted = np.clip(fitted_beta(advantage, s.target_ess, s.weight_cap), 1e-4 * (s.high - s.low), s.high - s.low)
+        ess = 1 - (1 - s.target_ess) * agreed if s.heed_agreement else s.target_ess
+        fitted = np.clip(fitted_beta(advantage, ess, s.weight_cap), 1e-4 * (s.high - s.low), s.high - s.low)
         beta, mean_weight = beta**0.9 * fitted**0.1, 0.9 * mean_weight + 0.1 * raw.mean()
     known = np.isfinite(batch["mc_return"])
     metrics = {
@@ -313,6 +329,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         metrics["critic/calql"] = penalty
     if compares:
         metrics["actor/advantage"], metrics["actor/beta"] = advantage.mean(), state["beta"]
+        metrics["actor/agreement"] = agreed
         metrics["actor/ess"] = raw.sum() ** 2 / (size * (raw**2).sum())
     new = {
         "policy": new_policy,
@@ -327,4 +344,6 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         "beta": beta,
         "mean_weight": mean_weight,
     }
+    if s.scale_by_state:
+        new["spread"] = 0.9 * state["spread"] + 0.1 * sqrt((spread**2).mean())
     return new, metrics, info

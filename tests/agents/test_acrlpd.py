@@ -13,9 +13,10 @@ import naive_acrlpd as naive
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.agent import TrainState
 from pirl.agents.bc import BC
+from pirl.agents.chunk_critic import Successor
 from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.agents.learner import Learner
-from pirl.agents.q_chunking import ActorPart, Successor
+from pirl.agents.q_chunking import ActorPart
 from pirl.data.config import DataConfig
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.replay import MemorySource
@@ -42,7 +43,10 @@ KEY = jax.random.key(3)
 CASES = {
     "awr": (dict(), dict(loss="hl_gauss", bins=14)),
     "best_of_n": (dict(q_aggregation="min", calql_weight=0.7), dict(loss="mse")),
-    "distill": (dict(q_aggregation="random_pair"), dict(loss="huber", huber_delta=0.3, num_critics=3)),
+    "distill": (
+        dict(q_aggregation="random_pair", mc_steps=STEP + 1, heed_agreement=True, scale_by_state=True),
+        dict(loss="huber", huber_delta=0.3, num_critics=3),
+    ),
 }
 
 
@@ -97,7 +101,8 @@ def totalling(agent: ACRLPD):
 def filled(agent: ACRLPD, scale: float) -> TrainState:
     """A state in the middle of a run: weights, averages and targets all differ, so none can stand for another."""
     state, rng = jax.eval_shape(agent.init, KEY), np.random.default_rng(2)
-    scalars = {"beta": jnp.float32(0.02), "mean_weight": jnp.float32(1.1)}
+    numbers = {"beta": 0.02, "mean_weight": 1.1, "spread": 0.05}
+    scalars = {name: jnp.float32(numbers[name]) for name in state.scalars}
     state = replace(state, step=jnp.int32(STEP), scalars=scalars)
 
     def fill(leaf):
@@ -175,6 +180,9 @@ def settings(agent: ACRLPD) -> naive.Settings:
         weight_cap=c.weight_cap,
         bc_loss_weight=c.bc_loss_weight,
         warmup=c.actor_warmup_steps,
+        mc=c.mc_steps > STEP,
+        heed_agreement=c.heed_agreement,
+        scale_by_state=c.scale_by_state,
         calql_weight=c.calql_weight,
         bins=sizes.bins,
         sigma_ratio=sizes.sigma_ratio,

@@ -24,6 +24,7 @@ SUPPORT = HLGauss(-10.0, 2.0, BINS)
 td_target = jax.jit(objectives.td_target)
 fit_beta = jax.jit(objectives.fit_beta, static_argnums=2)
 project, value, loss = jax.jit(SUPPORT.project), jax.jit(SUPPORT.value), jax.jit(SUPPORT.loss)
+agreement = jax.jit(objectives.agreement)
 calql = jax.jit(objectives.calql_penalty, static_argnames="temperature")
 
 
@@ -321,6 +322,56 @@ def test_floored(weights: np.ndarray, floor: float) -> None:
 def test_rloo(returns: np.ndarray) -> None:
     expected = [[r - fmean(row[:k] + row[k + 1 :]) for k, r in enumerate(row)] for row in returns.tolist()]
     close(objectives.rloo(jnp.asarray(returns)), expected)
+
+
+@FEW
+@given(members=floats((E, B)))
+def test_agreement_is_what_noise_does_not_explain(members: np.ndarray) -> None:
+    means = [fmean(members[:, b]) for b in range(B)]
+    noise = fmean(sum((a - means[b]) ** 2 for a in members[:, b]) / (E - 1) / E for b in range(B))
+    signal = fmean((mean - fmean(means)) ** 2 for mean in means)
+    expected = min(max(1 - noise / max(signal, 1e-12), 0.0), 1.0)
+    assert float(agreement(jnp.float32(members))) == pytest.approx(expected, abs=1e-3)
+
+
+def test_noise_agrees_on_nothing_and_copies_agree_on_all() -> None:
+    noise = np.random.default_rng(0).normal(size=(4, 4096)).astype(np.float32)
+    assert float(objectives.agreement(jnp.asarray(noise))) < 0.1
+    assert float(objectives.agreement(jnp.asarray(np.repeat(noise[:1], 4, axis=0)))) == pytest.approx(1)
+    assert float(objectives.agreement(jnp.asarray(noise[:1]))) == 1
+
+
+@FEW
+@given(advantage=floats(B), spread=floats(B), typical=st.floats(0.1, 5.0))
+def test_scaled_by_state(advantage: np.ndarray, spread: np.ndarray, typical: float) -> None:
+    spread = np.abs(spread)
+    found = objectives.scaled_by_state(jnp.float32(advantage), jnp.float32(spread), jnp.float32(typical))
+    expected = [a * 1.25 * typical / (s + 0.25 * typical) for a, s in zip(advantage, spread, strict=True)]
+    assert np.asarray(found) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    alike = objectives.scaled_by_state(jnp.float32(advantage), jnp.full(B, typical, jnp.float32), jnp.float32(typical))
+    assert np.asarray(alike) == pytest.approx(advantage, rel=1e-4, abs=1e-5)
+
+
+def test_early_decisions_are_heard_beside_late_ones() -> None:
+    """Half of the states are worth ±0.05, half ±0.4. At one temperature the early choice goes from 0.50 to 0.55."""
+    advantage = np.tile([0.05, -0.05, 0.4, -0.4], 64).astype(np.float32)
+    spread = np.abs(advantage)
+    typical = float(np.sqrt((spread**2).mean()))
+
+    def chosen(advantage) -> tuple[float, float]:
+        weights = objectives.awr_weights(advantage, fit_beta(advantage, 0.6, 20.0), 20.0)
+        return tuple(float(weights[i] / (weights[i] + weights[i + 1])) for i in (0, 2))
+
+    early, late = chosen(jnp.asarray(advantage))
+    assert early < 0.6 < 0.9 < late
+    early, late = chosen(objectives.scaled_by_state(jnp.asarray(advantage), jnp.asarray(spread), typical))
+    assert early > 0.7
+    assert late > 0.7
+
+
+def test_known_return() -> None:
+    found = objectives.known_return(jnp.array([0.5, jnp.nan]), jnp.array([0.1, 0.2]))
+    assert np.asarray(found) == pytest.approx([0.5, 0.2])
 
 
 def test_rloo_of_successes() -> None:

@@ -24,7 +24,7 @@ from pirl.models.critic import CriticInputs
 from pirl.models.params import Params
 
 BETA_RATE = 0.1
-"""How far log β and the mean weight move towards those of the latest batch."""
+"""How far log β, the mean weight and the typical spread move towards those of the latest batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,10 @@ class ACRLPD(QChunking):
         return {"policy": jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)}
 
     def scalars(self) -> dict[str, Array]:
-        """The temperature, and the mean of the weights."""
-        low, high = self.value_range
-        return {"beta": jnp.float32(self.config.beta_init * (high - low)), "mean_weight": jnp.float32(1.0)}
+        """The temperature, the mean of the weights, and how far candidates' values typically lie apart."""
+        (low, high), start = self.value_range, self.config.beta_init
+        numbers = {"beta": jnp.float32(start * (high - low)), "mean_weight": jnp.float32(1.0)}
+        return super().scalars() | numbers | ({"spread": numbers["beta"]} if self.config.scale_by_state else {})
 
     def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
         """The weighted flow-matching loss. One prefix pass serves candidates, advantages, cloning and the critic."""
@@ -59,8 +60,11 @@ class ACRLPD(QChunking):
         context = self.policy.encode(params, part.observation)
         fixed = jax.lax.stop_gradient(context)
         candidates, inputs = self._candidates(params, state, fixed, part), CriticInputs.of(fixed)
-        advantage, values = self.compared(state, inputs, part.critic_actions, candidates)
-        warm = state.step >= c.actor_warmup_steps
+        found = self.compared(state, inputs, part.critic_actions, candidates)
+        advantage, spread = found.advantage, found.values.std(1)
+        if c.scale_by_state:
+            advantage = ob.scaled_by_state(advantage, spread, state.scalars["spread"])
+        warm = self.actor_open(state)
         raw = ob.awr_weights(advantage, state.scalars["beta"], c.weight_cap)
 
         def cloned(chunks: Array, valid: Array | None) -> Array:
@@ -72,12 +76,12 @@ class ACRLPD(QChunking):
         if c.actor == "awr":
             loss = imitation * jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
         elif c.actor == "distill":
-            best = ob.take_candidate(candidates, ob.select_best(values))
+            best = ob.take_candidate(candidates, ob.select_best(found.values))
             share = jnp.where(warm, c.bc_loss_weight, 1.0)
             loss = share * imitation + (1 - share) * cloned(best, None)
         else:
             loss = imitation
-        aux = ActorAux(inputs, candidates, advantage, raw, imitation)
+        aux = ActorAux(inputs, candidates, found.members, advantage, spread, raw, imitation)
         return loss.mean(), jax.lax.stop_gradient(aux)
 
     def _candidates(self, params: Params, state: TrainState, context: Any, part: ActorPart) -> Float[Array, "B N H A"]:
@@ -88,15 +92,21 @@ class ACRLPD(QChunking):
         return self.sampled(params, context, part.candidate_noise)
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
-        """Move β and the mean weight towards those of this batch; the next step uses them."""
+        """Move these numbers towards those of this batch; the next step uses them."""
         if not self.compares:
             return state.scalars
         c, (low, high) = self.config, self.value_range
         beta, mean = state.scalars["beta"], state.scalars["mean_weight"]
-        fitted = jnp.clip(ob.fit_beta(aux.advantage, c.target_ess, c.weight_cap), 1e-4 * (high - low), high - low)
+        # Where the ensemble only differs by chance, no advantage is to be believed: all count the same.
+        ess = 1 - (1 - c.target_ess) * ob.agreement(aux.members.T) if c.heed_agreement else c.target_ess
+        fitted = jnp.clip(ob.fit_beta(aux.advantage, ess, c.weight_cap), 1e-4 * (high - low), high - low)
         new_beta = jnp.exp((1 - BETA_RATE) * jnp.log(beta) + BETA_RATE * jnp.log(fitted))
         latest = ob.awr_weights(aux.advantage, beta, c.weight_cap).mean()
-        return {"beta": new_beta, "mean_weight": (1 - BETA_RATE) * mean + BETA_RATE * latest}
+        new = {"beta": new_beta, "mean_weight": (1 - BETA_RATE) * mean + BETA_RATE * latest}
+        if c.scale_by_state:
+            typical = jnp.sqrt(jnp.square(aux.spread).mean())
+            new["spread"] = (1 - BETA_RATE) * state.scalars["spread"] + BETA_RATE * typical
+        return state.scalars | new
 
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
         """Advantages and their weights."""
@@ -106,6 +116,7 @@ class ACRLPD(QChunking):
             "actor/advantage": aux.advantage.mean(),
             "actor/ess": ob.effective_sample_size(aux.weight),
             "actor/beta": state.scalars["beta"],
+            "actor/agreement": ob.agreement(aux.members.T),
         }
 
     def candidates_to_act(self, best_of: int | None) -> int:

@@ -8,7 +8,7 @@ Add one of your own: a config (a subclass of `AgentConfig` whose `agent` names t
 `examples/08_own_agent.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -170,6 +170,10 @@ class Agent:
     ) -> Float[Array, "E B N"]:
         """Each critic's value of N chunks per observation, of algorithms that learn values."""
         raise NotImplementedError(f"{type(self).__name__}.q_values")
+
+    def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
+        """The state, after held-out episodes were measured (`held_out/...`); what it changes, it says."""
+        return state
 
     # Algorithms that learn from groups of their own rollouts (`config.groups`)
 

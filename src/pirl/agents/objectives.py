@@ -80,6 +80,11 @@ def td_target(
     return jax.lax.stop_gradient(jnp.clip(target, low, high))
 
 
+def known_return(mc_return: Float[Array, "B"], otherwise: Float[Array, "B"]) -> Float[Array, "B"]:
+    """The observed return as a target; where it is unknown (NaN), the other one."""
+    return jnp.where(jnp.isnan(mc_return), otherwise, mc_return)
+
+
 def aggregate(q: Float[Array, "E *rest"], how: Aggregation = "mean", key: Array | None = None) -> Float[Array, "*rest"]:
     """One value out of an ensemble's: the mean (Q-chunking), the lowest (TD3), or the lower of two random members.
 
@@ -285,6 +290,33 @@ def fit_beta(
     return jnp.exp(jnp.where(reached.any(), log_beta, grid[last]))
 
 
+def agreement(members: Float[Array, "E B"]) -> Float[Array, ""]:
+    """ρ = max(0, 1 - s²/Var_b(mean_e A)),  s² = mean_b Var_e(A)/E: the share of the advantages that is not noise.
+
+    s² is the variance that the mean of E independent members has by itself. Members that only differ by chance give 0,
+    members that agree give 1; one member agrees with itself.
+    """
+    count = len(members)
+    if count < 2:
+        return jnp.ones(())
+    noise = members.var(0, ddof=1).mean() / count
+    signal = members.mean(0).var()
+    return jax.lax.stop_gradient(jnp.clip(1 - noise / jnp.maximum(signal, 1e-12), 0.0, 1.0))
+
+
+def scaled_by_state(
+    advantage: Float[Array, "B"], spread: Float[Array, "B"], typical: Scalar, floor: float = 0.25
+) -> Float[Array, "B"]:
+    """A · (1 + floor) σ̄ / (σ(s) + floor σ̄): advantages in units of what is at stake in their state.
+
+    σ(s) is the spread of the candidates' values, σ̄ a typical one. With one temperature for all states, early decisions
+    that change the value by little are drowned by late ones that change it by much. States in which nothing is at
+    stake stay quiet (`floor`); where all states are alike, nothing changes.
+    """
+    scale = (1 + floor) * typical / jnp.maximum(spread + floor * typical, 1e-12)
+    return jax.lax.stop_gradient(advantage * scale)
+
+
 def floored(weights: Float[Array, "B"], mean_weight: Scalar, floor: Scalar) -> Float[Array, "B"]:
     """floor + (1 - floor) · w / mean(w): AWR plus `floor` times plain cloning, for one forward pass instead of two."""
     return floor + (1 - floor) * weights / jnp.maximum(mean_weight, jnp.finfo(weights.dtype).tiny)
@@ -321,6 +353,14 @@ def masked_mean(x: Float[Array, "..."], mask: Float[Array, "..."] | Bool[Array, 
     weight = jnp.broadcast_to(mask, x.shape).astype(jnp.float32)
     total = weight.sum()
     return (jnp.where(weight > 0, x, 0.0) * weight).sum() / jnp.where(total > 0, total, 1.0)
+
+
+def correlation(x: Float[Array, "B"], y: Float[Array, "B"], mask: Float[Array, "B"]) -> Float[Array, ""]:
+    """Pearson correlation over the masked samples; 0 where either does not vary."""
+    x, y = x - masked_mean(x, mask), jnp.where(mask > 0, y, 0.0)
+    y = y - masked_mean(y, mask)
+    cov, var_x, var_y = (masked_mean(z, mask) for z in (x * y, x * x, y * y))
+    return cov / jnp.sqrt(jnp.maximum(var_x * var_y, 1e-12))
 
 
 def soft_update(target: Params, online: Params, tau: Scalar) -> Params:

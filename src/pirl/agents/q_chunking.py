@@ -1,38 +1,29 @@
-"""Q-chunking's critic (arXiv 2507.07969) over a flow policy, without an actor's loss of its own.
+"""An algorithm with Q-chunking's critic, but for what its actor learns: `ACRLPD` is one.
 
-    critic   y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
-
-An algorithm with such a critic is a subclass that says what the actor learns: `actor_loss`, and where it needs them,
-more targets, other candidates, numbers it adapts. The prefix of each observation is encoded once per step; its features
-serve the critic (which sends no gradient back), its keys and values the N candidates and the actor's loss. Candidates
-are chosen by the online critic and valued by the target critic.
+A subclass says that: `actor_loss`, and where it needs them, more targets, other candidates, numbers that it adapts. The
+prefix of each observation is encoded once per step; its features serve the critic, its keys and values the N candidates
+and the actor's loss.
 """
 
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Agent, Choice, Metrics, Parts, TrainState
+from pirl.agents.agent import Choice, Metrics, Parts, TrainState
+from pirl.agents.chunk_critic import ChunkCritic
+from pirl.agents.gate import said, stays_open
 from pirl.agents.learner import Learner, accumulated, in_parts
-from pirl.agents.q_chunking_config import QChunkingConfig
 from pirl.models import flow
-from pirl.models.critic import Critic, CriticInputs
+from pirl.models.critic import CriticInputs
 from pirl.models.observation import Observation
 from pirl.models.params import Params
-from pirl.models.policy import FlowPolicy
-
-
-class Successor(NamedTuple):
-    """What the target needs of s_{t+L}: what the critic reads, and the policy's candidates."""
-
-    inputs: CriticInputs
-    candidates: Float[Array, "B N H A"]
 
 
 class ActorPart(NamedTuple):
@@ -46,27 +37,41 @@ class ActorPart(NamedTuple):
     candidate_noise: Float[Array, "B N H A"]
 
 
+class Compared(NamedTuple):
+    """What the critic says of the data's chunks and of the policy's; the batch is in front."""
+
+    members: Float[Array, "B E"]
+    """A = Q(s, a) - mean_n Q(s, a^n), by each critic."""
+    values: Float[Array, "B N"]
+    """Q(s, a^n), by the mean of the ensemble."""
+
+    @property
+    def advantage(self) -> Float[Array, "B"]:
+        """A, by the mean of the ensemble."""
+        return self.members.mean(1)
+
+
 class ActorAux(NamedTuple):
     """What the actor's pass leaves for the critic and for the log; the batch is in front."""
 
     inputs: CriticInputs
     candidates: Float[Array, "B N H A"]
+    members: Float[Array, "B E"]
+    """The advantage by each critic."""
     advantage: Float[Array, "B"]
+    """The one that the actor uses."""
+    spread: Float[Array, "B"]
+    """Standard deviation of the candidates' values."""
     weight: Float[Array, "B"]
     flow_loss: Float[Array, "B"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QChunking(Agent):
+class QChunking(ChunkCritic):
     """All random draws are made for the whole batch, so splitting it changes nothing."""
 
-    policy: FlowPolicy
-    critic: Critic
-    config: QChunkingConfig
     policy_learner: Learner
     """How the policy's weights learn."""
-    critic_learner: Learner
-    """How the critic's weights learn."""
     encoder_frozen: bool = False
     """Does nothing that `policy.encode` reads train? Then one prefix serves a fixed copy of the policy as well."""
     flow_steps: int | None = None
@@ -116,18 +121,6 @@ class QChunking(Agent):
         """How many chunks are compared when acting."""
         return best_of or 1
 
-    @property
-    def value_range(self) -> tuple[float, float]:
-        """The returns that the rewards allow."""
-        c = self.config
-        return ob.value_range(c.reward_low, c.reward_high, c.discount, once=c.reward_once)
-
-    @property
-    def support(self) -> ob.HLGauss:
-        """The histogram critics predict."""
-        sizes = self.critic.config
-        return ob.HLGauss(*self.value_range, sizes.bins, sizes.sigma_ratio)
-
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
         policy_key, critic_key = jax.random.split(key)
@@ -147,64 +140,27 @@ class QChunking(Agent):
 
     def scalars(self) -> dict[str, Array]:
         """The numbers that the algorithm adapts, to begin with."""
-        return {}
+        return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
 
-    # The critic
+    # When the actor starts
 
-    def values(self, params: Params, embedding: Array, chunks: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
-        """Every member's value of N chunks per observation."""
-        return ob.critic_value(self.critic.config.loss, self.critic.score(params, embedding, chunks), self.support)
+    def actor_open(self, state: TrainState) -> Bool[Array, ""]:
+        """Does the actor listen to the critic?"""
+        return (state.step >= self.config.actor_warmup_steps) & (state.scalars.get("gate", 1.0) > 0)
 
-    def successor(self, params: Params, observation: Observation, noise: Float[Array, "B N H A"]) -> Successor:
-        """Encode s_{t+L} once and draw the policy's N candidates there."""
-        context = self.policy.encode(params, observation)
-        return Successor(jax.lax.stop_gradient(CriticInputs.of(context)), self.sampled(params, context, noise))
-
-    def target(
-        self, online: Params, target: Params, successor: Successor, batch: Any, key: Array
-    ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
-        """Y, by the best of N for the online critic, valued by the target critic; and what choosing it gains."""
-        inputs, candidates = successor
-        choice = self.values(online, self.critic.embed(online, inputs), candidates).mean(0)
-        best = ob.take_candidate(candidates, ob.select_best(choice))
-        value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
-        value = ob.aggregate(value, self.config.q_aggregation, key)
-        bootstrap = 1 - batch["next_terminal"]
-        bounds = self.value_range if self.config.clip_targets else (-math.inf, math.inf)
-        y = ob.td_target(batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *bounds)
-        return y, choice.max(1) - choice.mean(1)
-
-    def critic_loss(
-        self, params: Params, inputs: CriticInputs, candidates: Array, batch: Any, y: Float[Array, "B"], key: Array
-    ) -> tuple[Float[Array, ""], Metrics]:
-        """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`); optionally Cal-QL on top."""
-        sizes, mask = self.critic.config, batch["sequence_mask"]
-        embedding = self.critic.embed(params, inputs)
-        out = self.critic.score(params, embedding, batch["critic_actions"][:, None], key=key)[:, :, 0]
-        error = ob.critic_loss(sizes.loss, out, y, support=self.support, delta=sizes.huber_delta)
-        loss = ob.masked_mean(error, mask)
-        q = ob.critic_value(sizes.loss, out, self.support)
-        info = {"critic/loss": loss, "critic/q_mean": q.mean(), "critic/q_std": q.std(1).mean(), "critic/y": y.mean()}
-        if self.config.calql_weight:
-            # The penalty compares values under the same dropout, hence none.
-            pushed = ob.calql_penalty(
-                self.values(params, embedding, candidates),
-                self.values(params, embedding, batch["critic_actions"][:, None])[..., 0],
-                batch["mc_return"],
-            )
-            penalty = ob.masked_mean(pushed, mask)
-            info["critic/calql"] = penalty
-            loss = loss + self.config.calql_weight * penalty
-        return loss, info
+    def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
+        """Open or shut the gate, by what the critic knows of held-out episodes."""
+        gate = self.config.gate
+        if gate is None or not any(name.startswith("held_out/") for name in measured):
+            return state
+        was_open = bool(state.scalars["gate"] > 0)
+        is_open = stays_open(measured, gate, was_open=was_open)
+        if is_open != was_open:
+            say(said(measured, is_open=is_open))
+        value = jax.device_put(np.float32(is_open), state.scalars["gate"].sharding)
+        return replace(state, scalars=state.scalars | {"gate": value})
 
     # For actors
-
-    def sampled(self, params: Params, context: Any, noise: Float[Array, "B N H A"]) -> Float[Array, "B N H A"]:
-        """The policy's chunks from this noise, without gradients."""
-        if not noise.size:
-            return noise
-        steps = self.config.flow_steps
-        return jax.lax.stop_gradient(flow.sample(self.policy, params, context, noise, num_steps=steps))
 
     def compared(
         self,
@@ -212,14 +168,13 @@ class QChunking(Agent):
         inputs: CriticInputs,
         chunks: Float[Array, "B h A"],
         candidates: Float[Array, "B N H A"],
-    ) -> tuple[Float[Array, "B"], Float[Array, "B N"]]:
-        """(advantage of the data over the candidates, the candidates' values), by the mean of the ensemble."""
+    ) -> Compared:
+        """The data's chunks against the policy's own at s. Where there are none, against themselves."""
         critic = state.params["critic"]
         embedding = self.critic.embed(critic, inputs)
-        of_data = self.values(critic, embedding, chunks[:, None]).mean(0)[:, 0]
-        # Where nothing reads candidates at s, there are none, and the data are compared with themselves.
-        of_candidates = self.values(critic, embedding, candidates).mean(0) if candidates.shape[1] else of_data[:, None]
-        return of_data - of_candidates.mean(1), of_candidates
+        of_data = self.values(critic, embedding, chunks[:, None])[..., 0]
+        of_candidates = self.values(critic, embedding, candidates) if candidates.shape[1] else of_data[..., None]
+        return Compared((of_data - of_candidates.mean(2)).swapaxes(0, 1), of_candidates.mean(0))
 
     def bc_loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
@@ -244,7 +199,9 @@ class QChunking(Agent):
 
         loss, aux, grads = accumulated(actor_loss, trainable, part, c.accumulate)
         policy, policy_opt = self.policy_learner.step(state.params["policy"], grads, state.opt["policy"])
-        critic, target, critic_opt, info = self._update_critic(state, aux, successor, batch, keys["critic"])
+        critic, target, critic_opt, info = self.update_critic(
+            state, aux.inputs, aux.candidates, successor, batch, keys["critic"]
+        )
         params = {"policy": policy, "critic": critic}
         learners = {"policy": self.policy_learner, "critic": self.critic_learner}
         metrics = {
@@ -277,6 +234,7 @@ class QChunking(Agent):
         actor, aux = self.actor_loss(policy, state, part)
         pair_key, dropout_key = jax.random.split(jax.random.split(keys["critic"], self.config.critic_updates)[0])
         y, _ = self.target(critic, state.target["critic"], successor, batch, pair_key)
+        y = self.taught(state, batch, y)
         temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
         imitation = self.bc_loss(policy, part.observation, part.actions, part.valid, part.draws)
         total = temporal + actor
@@ -302,29 +260,6 @@ class QChunking(Agent):
         )
         return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))
 
-    def _update_critic(
-        self, state: TrainState, aux: ActorAux, successor: Successor, batch: Any, key: Array
-    ) -> tuple[Params, Params, Any, Metrics]:
-        """`critic_updates` steps on the same features; targets follow the critic from step to step."""
-
-        def once(carry: tuple[Params, Params, Any], key: Array) -> tuple[tuple[Params, Params, Any], Metrics]:
-            critic, target, opt = carry
-            pair_key, dropout_key = jax.random.split(key)
-            y, gain = self.target(critic, target, successor, batch, pair_key)
-
-            def loss(critic: Params) -> tuple[Array, Metrics]:
-                return self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
-
-            (_, info), grads = jax.value_and_grad(loss, has_aux=True)(critic)
-            critic, opt = self.critic_learner.step(critic, grads, opt)
-            target = ob.soft_update(target, critic, self.config.target_update_rate)
-            info |= {"critic/candidate_gain": gain.mean(), "critic/grad_norm": optax.tree.norm(grads)}
-            return (critic, target, opt), info
-
-        start = (state.params["critic"], state.target["critic"], state.opt["critic"])
-        (critic, target, opt), infos = jax.lax.scan(once, start, jax.random.split(key, self.config.critic_updates))
-        return critic, target, opt, jax.tree.map(lambda x: x[-1], infos)
-
     def _metrics(self, state: TrainState, aux: ActorAux, batch: Any) -> Metrics:
         critic = state.params["critic"]
         embedding = self.critic.embed(critic, aux.inputs)
@@ -337,28 +272,25 @@ class QChunking(Agent):
         slope, q = jax.grad(total, has_aux=True)(chunks)
         known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
         gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
-        return self.actor_metrics(state, aux) | {
-            "actor/flow_loss": aux.flow_loss.mean(),
-            "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
-            "critic/mc_gap": ob.masked_mean(gap, known),
-            "critic/mc_correlation": _correlation(q, batch["mc_return"], known),
-            "data/valid_fraction": batch["valid"].mean(),
-            "data/critic_fraction": batch["sequence_mask"].mean(),
-        }
+        gate = {} if self.config.gate is None else {"actor/gate": state.scalars["gate"]}
+        return (
+            self.actor_metrics(state, aux)
+            | gate
+            | {
+                "actor/flow_loss": aux.flow_loss.mean(),
+                "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
+                "critic/mc_gap": ob.masked_mean(gap, known),
+                "critic/mc_correlation": ob.correlation(q, batch["mc_return"], known),
+                "data/valid_fraction": batch["valid"].mean(),
+                "data/critic_fraction": batch["sequence_mask"].mean(),
+            }
+        )
 
     # Acting
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
         """The critic, where it chooses."""
         return frozenset({"critic"} if self.candidates_to_act(best_of) > 1 else ())
-
-    def q_values(
-        self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
-    ) -> Float[Array, "E B N"]:
-        """Each critic's value of N chunks per observation, by the weights that act."""
-        critic = state.ema.get("critic", state.params["critic"])
-        inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
-        return self.values(critic, self.critic.embed(critic, inputs), chunks)
 
     def act(
         self,
@@ -407,11 +339,3 @@ def _named(key: Array) -> dict[str, Array]:
 def _copy(tree: Params) -> Params:
     """A copy, not a reference: every leaf of the state is donated on its own."""
     return jax.tree.map(jnp.copy, tree)
-
-
-def _correlation(x: Float[Array, "B"], y: Float[Array, "B"], mask: Float[Array, "B"]) -> Float[Array, ""]:
-    """Pearson correlation over the masked samples; 0 where either does not vary."""
-    x, y = x - ob.masked_mean(x, mask), jnp.where(mask > 0, y, 0.0)
-    y = y - ob.masked_mean(y, mask)
-    cov, var_x, var_y = (ob.masked_mean(z, mask) for z in (x * y, x * x, y * y))
-    return cov / jnp.sqrt(jnp.maximum(var_x * var_y, 1e-12))

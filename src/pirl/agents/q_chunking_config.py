@@ -41,8 +41,14 @@ class QChunkingConfig(AgentConfig):
     """τ: how far the target critic moves towards the critic in each update."""
     critic_updates: Count = 1
     """Critic updates per actor update (update-to-data ratio), on features that are computed once."""
+    mc_steps: Natural = 0
+    """For so many steps the critic learns the observed returns themselves (Monte Carlo), then bootstrapped targets. It
+    starts at the data's values instead of at nothing. Chunks whose return nobody knows are bootstrapped throughout."""
     actor_warmup_steps: Natural = 0
     """For so many steps the actor imitates the data alone while the critic learns."""
+    gate: Share | None = None
+    """The actor listens to the critic while the rank correlation of values and returns on held-out episodes is above
+    this, and above what chance allows; until then it imitates. None: after `actor_warmup_steps`, whatever it knows."""
     calql_weight: float = 0.0
     """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0 is off."""
     flow_draws: Count = 1
@@ -87,10 +93,16 @@ class QChunkingConfig(AgentConfig):
 
     def small(self) -> "QChunkingConfig":
         """The actor starts at once."""
-        return replace(self, accumulate=min(self.accumulate, 2), actor_warmup_steps=min(self.actor_warmup_steps, 2))
+        small = replace(self, accumulate=min(self.accumulate, 2), gate=None, mc_steps=min(self.mc_steps, 2))
+        return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Rewards that the value range does not hold, and failures that would pay."""
+        """A gate that nothing opens, rewards that the value range does not hold, and failures that would pay."""
+        if self.gate is not None and not run.data.held_out:
+            yield (
+                f"agent.gate is {self.gate:g}, and no episodes are held out to measure the critic on",
+                "hold some out: --data.held-out 0.1; or start the actor by steps: --agent.gate None",
+            )
         declared = run.data.reward_range
         if declared is None:
             return
@@ -125,6 +137,12 @@ class ACRLPDConfig(QChunkingConfig):
     target_ess: Inside = 0.4
     """Effective sample size of the advantage weights, as a share of the batch; the temperature β is adapted to it.
     0.3 to 0.5 works."""
+    heed_agreement: bool = False
+    """Raise `target_ess` towards 1, where all samples count the same, as far as the critics of the ensemble disagree
+    about the advantages."""
+    scale_by_state: bool = False
+    """Measure advantages by the spread of the candidates' values at s: one temperature then fits early decisions, which
+    change the value by little, and late ones."""
     beta_init: float = 0.1
     """Temperature to start with, as a share of the value range."""
     weight_cap: float = 20.0

@@ -139,7 +139,8 @@ def run(
             stream.prune(kept["stream"] for kept in chain([position], checkpoints.extras()))
 
         if evaluator is not None and evaluator.due(0, total) and not extra:
-            log.write(0, evaluator(state, 0, total, progress.say))
+            log.write(0, results := evaluator(state, 0, total, progress.say))
+            state = agent.heard(state, results, progress.say)
         for step in range(start + 1, total + 1):
             try:
                 for batch in stream.round(step, state, lambda: bool(stop), progress.say):
@@ -172,6 +173,7 @@ def run(
                     save(step, values)
                     raise
                 log.write(step, results)
+                state = agent.heard(state, results, progress.say)
                 values = (values or {}) | results
             watchdog.beat()
             if values and (alarms := watchdog.look(values)):

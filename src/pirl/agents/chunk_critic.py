@@ -1,0 +1,145 @@
+"""Q-chunking's critic (arXiv 2507.07969): how chunks are valued and how values are learned.
+
+    y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
+
+Candidates are chosen by the online critic and valued by the target critic. For the first `mc_steps`, y is the observed
+return itself, where it is known. No gradient leaves towards the policy.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from pirl.agents import objectives as ob
+from pirl.agents.agent import Agent, Metrics, TrainState
+from pirl.agents.learner import Learner
+from pirl.agents.q_chunking_config import QChunkingConfig
+from pirl.models import flow
+from pirl.models.critic import Critic, CriticInputs
+from pirl.models.observation import Observation
+from pirl.models.params import Params
+from pirl.models.policy import FlowPolicy
+
+
+class Successor(NamedTuple):
+    """What the target needs of s_{t+L}: what the critic reads, and the policy's candidates."""
+
+    inputs: CriticInputs
+    candidates: Float[Array, "B N H A"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCritic(Agent):
+    """The half of an algorithm that values chunks."""
+
+    policy: FlowPolicy
+    critic: Critic
+    config: QChunkingConfig
+    critic_learner: Learner
+    """How the critic's weights learn."""
+
+    @property
+    def value_range(self) -> tuple[float, float]:
+        """The returns that the rewards allow."""
+        c = self.config
+        return ob.value_range(c.reward_low, c.reward_high, c.discount, once=c.reward_once)
+
+    @property
+    def support(self) -> ob.HLGauss:
+        """The histogram critics predict."""
+        sizes = self.critic.config
+        return ob.HLGauss(*self.value_range, sizes.bins, sizes.sigma_ratio)
+
+    def values(self, params: Params, embedding: Array, chunks: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
+        """Every member's value of N chunks per observation."""
+        return ob.critic_value(self.critic.config.loss, self.critic.score(params, embedding, chunks), self.support)
+
+    def successor(self, params: Params, observation: Observation, noise: Float[Array, "B N H A"]) -> Successor:
+        """Encode s_{t+L} once and draw the policy's N candidates there."""
+        context = self.policy.encode(params, observation)
+        return Successor(jax.lax.stop_gradient(CriticInputs.of(context)), self.sampled(params, context, noise))
+
+    def target(
+        self, online: Params, target: Params, successor: Successor, batch: Any, key: Array
+    ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
+        """Y, by the best of N for the online critic, valued by the target critic; and what choosing it gains."""
+        inputs, candidates = successor
+        choice = self.values(online, self.critic.embed(online, inputs), candidates).mean(0)
+        best = ob.take_candidate(candidates, ob.select_best(choice))
+        value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
+        value = ob.aggregate(value, self.config.q_aggregation, key)
+        bootstrap = 1 - batch["next_terminal"]
+        bounds = self.value_range if self.config.clip_targets else (-math.inf, math.inf)
+        y = ob.td_target(batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *bounds)
+        return y, choice.max(1) - choice.mean(1)
+
+    def taught(self, state: TrainState, batch: Any, y: Float[Array, "B"]) -> Float[Array, "B"]:
+        """Y, or the observed return for as long as that is learned."""
+        return jnp.where(state.step < self.config.mc_steps, ob.known_return(batch["mc_return"], y), y)
+
+    def critic_loss(
+        self, params: Params, inputs: CriticInputs, candidates: Array, batch: Any, y: Float[Array, "B"], key: Array
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`); optionally Cal-QL on top."""
+        sizes, mask = self.critic.config, batch["sequence_mask"]
+        embedding = self.critic.embed(params, inputs)
+        out = self.critic.score(params, embedding, batch["critic_actions"][:, None], key=key)[:, :, 0]
+        error = ob.critic_loss(sizes.loss, out, y, support=self.support, delta=sizes.huber_delta)
+        loss = ob.masked_mean(error, mask)
+        q = ob.critic_value(sizes.loss, out, self.support)
+        info = {"critic/loss": loss, "critic/q_mean": q.mean(), "critic/q_std": q.std(1).mean(), "critic/y": y.mean()}
+        if self.config.calql_weight:
+            # The penalty compares values under the same dropout, hence none.
+            pushed = ob.calql_penalty(
+                self.values(params, embedding, candidates),
+                self.values(params, embedding, batch["critic_actions"][:, None])[..., 0],
+                batch["mc_return"],
+            )
+            penalty = ob.masked_mean(pushed, mask)
+            info["critic/calql"] = penalty
+            loss = loss + self.config.calql_weight * penalty
+        return loss, info
+
+    def sampled(self, params: Params, context: Any, noise: Float[Array, "B N H A"]) -> Float[Array, "B N H A"]:
+        """The policy's chunks from this noise, without gradients."""
+        if not noise.size:
+            return noise
+        steps = self.config.flow_steps
+        return jax.lax.stop_gradient(flow.sample(self.policy, params, context, noise, num_steps=steps))
+
+    def update_critic(
+        self, state: TrainState, here: CriticInputs, candidates: Array, successor: Successor, batch: Any, key: Array
+    ) -> tuple[Params, Params, Any, Metrics]:
+        """`critic_updates` steps on the same features; targets follow the critic from step to step."""
+
+        def once(carry: tuple[Params, Params, Any], key: Array) -> tuple[tuple[Params, Params, Any], Metrics]:
+            critic, target, opt = carry
+            pair_key, dropout_key = jax.random.split(key)
+            y, gain = self.target(critic, target, successor, batch, pair_key)
+            y = self.taught(state, batch, y)
+
+            def loss(critic: Params) -> tuple[Array, Metrics]:
+                return self.critic_loss(critic, here, candidates, batch, y, dropout_key)
+
+            (_, info), grads = jax.value_and_grad(loss, has_aux=True)(critic)
+            critic, opt = self.critic_learner.step(critic, grads, opt)
+            target = ob.soft_update(target, critic, self.config.target_update_rate)
+            info |= {"critic/candidate_gain": gain.mean(), "critic/grad_norm": optax.tree.norm(grads)}
+            return (critic, target, opt), info
+
+        start = (state.params["critic"], state.target["critic"], state.opt["critic"])
+        (critic, target, opt), infos = jax.lax.scan(once, start, jax.random.split(key, self.config.critic_updates))
+        return critic, target, opt, jax.tree.map(lambda x: x[-1], infos)
+
+    def q_values(
+        self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
+    ) -> Float[Array, "E B N"]:
+        """Each critic's value of N chunks per observation, by the weights that act."""
+        critic = state.ema.get("critic", state.params["critic"])
+        inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
+        return self.values(critic, self.critic.embed(critic, inputs), chunks)

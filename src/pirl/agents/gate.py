@@ -1,0 +1,36 @@
+"""When an actor may listen to its critic: by what the critic knows of episodes it was not trained on.
+
+    opens    ρ > max(gate, ρ_chance)  and  AUC > AUC_chance
+    shuts    ρ < HYSTERESIS · gate    or   AUC < 1/2
+
+ρ is the rank correlation of values and returns over all held-out rows. It may be high because later is better in every
+episode, whoever succeeds; AUC compares successes with failures at the same phase, and sees through that. Where there
+are no successes or no failures there is no AUC, and ρ decides alone. Chance bounds: what a worthless critic stays below
+in 95 of 100 data sets of as many episodes. Between the two, the gate stays as it is.
+"""
+
+from collections.abc import Mapping
+
+from pirl.ranges import Share
+
+HYSTERESIS = 0.75
+"""How far below the gate ρ may fall before it shuts again."""
+RANK, AUC = "held_out/rank_correlation", "held_out/auc"
+
+
+def stays_open(measured: Mapping[str, float], gate: Share, *, was_open: bool) -> bool:
+    """Whether the actor listens from here on. Where ρ cannot be told, no return varies, and nothing speaks against."""
+    if RANK not in measured:
+        return True
+    rank, auc = measured[RANK], measured.get(AUC)
+    if was_open:
+        return rank >= HYSTERESIS * gate and (auc is None or auc >= 0.5)
+    above_chance = rank > measured[f"{RANK}_by_chance"] and (auc is None or auc > measured[f"{AUC}_by_chance"])
+    return rank > gate and above_chance
+
+
+def said(measured: Mapping[str, float], *, is_open: bool) -> str:
+    """The reason, in one line."""
+    found = [f"{name} {measured[name]:.3g}" for name in (RANK, AUC) if name in measured]
+    reason = ", ".join(found) or f"{RANK} cannot be told: held-out returns do not vary"
+    return f"{reason}: the actor {'follows the critic' if is_open else 'imitates, the critic does not know enough'}"
