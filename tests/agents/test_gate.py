@@ -100,6 +100,7 @@ def test_shut_it_imitates_and_open_it_listens() -> None:
     assert said == ["held_out/rank_correlation 0.6, held_out/auc 0.8: the actor follows the critic"]
     assert gated.heard(opened, {"eval/success_rate": 0.0}, said.append) is opened
     assert float(gated.heard(opened, KNOWS, said.append).scalars["gate"]) == 1
+    assert float(gated.heard(state, {}, [].append).scalars["gate"]) == 1  # nothing is held out: steps decide
     shut = gated.heard(opened, KNOWS | {"held_out/auc": 0.4}, said.append)
     assert len(said) == 2
     update = jax.jit(gated.update)

@@ -172,7 +172,10 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__}.q_values")
 
     def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
-        """The state, after held-out episodes were measured (`held_out/...`); what it changes, it says."""
+        """The state, after held-out episodes were measured (`held_out/...`); what it changes, it says.
+
+        Where none are held out, it hears nothing, once, before training.
+        """
         return state
 
     # Algorithms that learn from groups of their own rollouts (`config.groups`)

@@ -151,7 +151,7 @@ class QChunking(ChunkCritic):
     def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
         """Open or shut the gate, by what the critic knows of held-out episodes."""
         gate = self.config.gate
-        if gate is None or not any(name.startswith("held_out/") for name in measured):
+        if gate is None or (measured and not any(name.startswith("held_out/") for name in measured)):
             return state
         was_open = bool(state.scalars["gate"] > 0)
         is_open = stays_open(measured, gate, was_open=was_open)

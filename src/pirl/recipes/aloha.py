@@ -13,9 +13,10 @@ attempts. Outcomes come from next.success or next.reward; without such a column,
 Q-chunking: π₀ predicts 20 actions (0.4 s); the critic scores and the robot executes all of them. The discount is
 1 - 1/1000, for a task of 20 seconds at 50 Hz: a success is worth 0.37 at the start; with 0.99 it would be 0.00004. Ten
 critics of 3 × 512 with LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss) from actions clipped at 4
-standard deviations; they train for 5,000 steps before the actor follows. Best of 4; advantage-weighted imitation with a
-plain BC share of 0.05. Behaviour cloning uses OpenPI's settings and is a good start: `--init-weights
-checkpoints/bc_aloha_fold/warm/20000`.
+standard deviations. For 2,000 steps they learn the observed returns, then bootstrapped ones; the actor imitates until
+their ranking of held-out episodes correlates 0.3 with the returns. Best of 4; advantage-weighted imitation with a plain
+BC share of 0.05, weaker where the ten critics disagree. Behaviour cloning uses OpenPI's settings and is a good start:
+`--init-weights checkpoints/bc_aloha_fold/warm/20000`.
 
 One episode in ten of each outcome is held out to measure on (`data.held_out`): there is no simulator of a real task.
 
@@ -42,7 +43,15 @@ from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule, KeepBe
 _PI0_BASE = "gs://openpi-assets/checkpoints/pi0_base"
 _STEPS = 50_000
 
-_AGENT = ACRLPDConfig(discount=0.999, num_action_samples=4, bc_loss_weight=0.05, actor_warmup_steps=5000)
+_AGENT = ACRLPDConfig(
+    discount=0.999,
+    num_action_samples=4,
+    bc_loss_weight=0.05,
+    mc_steps=2000,
+    actor_warmup_steps=2000,
+    gate=0.3,
+    heed_agreement=True,
+)
 
 _ACRLPD = RLTrainConfig(
     name="acrlpd_aloha_fold",

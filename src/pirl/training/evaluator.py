@@ -12,6 +12,7 @@ from pirl.rollout.contexts import fixed_contexts
 from pirl.rollout.evaluate import evaluate
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
+from pirl.training.held_out import HeldOut
 
 
 @runtime_checkable
@@ -31,6 +32,11 @@ class Evaluations:
 
     def __init__(self, parts: Sequence[Measurement]) -> None:
         self.parts = tuple(parts)
+
+    @property
+    def hold_out(self) -> bool:
+        """Are episodes kept apart to measure on?"""
+        return any(isinstance(part, HeldOut) for part in self.parts)
 
     def due(self, step: int, total: int) -> bool:
         """Is it time for one of them? At the last step it is, for all."""

@@ -138,6 +138,8 @@ def run(
                 checkpoints.amend(step, position)  # the same weights, and more that was collected with them
             stream.prune(kept["stream"] for kept in chain([position], checkpoints.extras()))
 
+        if not extra and (evaluator is None or not evaluator.hold_out):
+            state = agent.heard(state, {}, progress.say)
         if evaluator is not None and evaluator.due(0, total) and not extra:
             log.write(0, results := evaluator(state, 0, total, progress.say))
             state = agent.heard(state, results, progress.say)
