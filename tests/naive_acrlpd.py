@@ -33,6 +33,7 @@ class Settings:
     bc_loss_weight: float
     warmup: int
     mc: bool
+    shares: bool
     heed_agreement: bool
     scale_by_state: bool
     calql_weight: float
@@ -288,17 +289,19 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     new_critic, slow = critic, state["target_critic"]
     for k in range(s.critic_updates):
         info["gain"] = []
-        y = target(s, new_critic, slow, successors, batch, draws.pairs[k], info)
+        own = slice(k, None, s.critic_updates) if s.shares else slice(None)
+        rows, of_policy = mapped(lambda x, own=own: x[own], batch), candidates[own]
+        y = target(s, new_critic, slow, successors[own], rows, draws.pairs[k], info)
         if s.mc:
-            y = np.array([ret if ret == ret else guess for ret, guess in zip(batch["mc_return"], y, strict=True)])
+            y = np.array([ret if ret == ret else guess for ret, guess in zip(rows["mc_return"], y, strict=True)])
 
-        def both(critic: Tree, y=y) -> float:
-            loss, penalty = critic_loss(s, critic, candidates, batch, y)
+        def both(critic: Tree, y=y, rows=rows, of_policy=of_policy) -> float:
+            loss, penalty = critic_loss(s, critic, of_policy, rows, y)
             return loss + s.calql_weight * penalty
 
-        loss, penalty = critic_loss(s, new_critic, candidates, batch, y)
+        loss, penalty = critic_loss(s, new_critic, of_policy, rows, y)
         info["critic_losses"].append(both(new_critic))
-        data = members(s, new_critic, here, batch["critic_actions"])
+        data = members(s, new_critic, rows["observations"]["state"], rows["critic_actions"])
         grads = gradient(both, new_critic)
         new_critic = mapped(lambda x, g: x - s.critic_rate * g, new_critic, grads)
         slow = mapped(lambda old, new: (1 - s.tau) * old + s.tau * new, slow, new_critic)

@@ -17,13 +17,16 @@ from jaxtyping import Array, Float
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Agent, Metrics, TrainState
-from pirl.agents.learner import Learner
+from pirl.agents.learner import Learner, divided
 from pirl.agents.q_chunking_config import QChunkingConfig
 from pirl.models import flow
 from pirl.models.critic import Critic, CriticInputs
 from pirl.models.observation import Observation
 from pirl.models.params import Params
 from pirl.models.policy import FlowPolicy
+
+READ = ("critic_actions", "reward_sum", "length", "next_terminal", "sequence_mask", "mc_return")
+"""What the critic reads of a batch, beside observations."""
 
 
 class Successor(NamedTuple):
@@ -116,9 +119,13 @@ class ChunkCritic(Agent):
         self, state: TrainState, here: CriticInputs, candidates: Array, successor: Successor, batch: Any, key: Array
     ) -> tuple[Params, Params, Any, Metrics]:
         """`critic_updates` steps on the same features; targets follow the critic from step to step."""
+        c, rows = self.config, (here, candidates, successor, {name: batch[name] for name in READ})
+        leaves, structure = jax.tree.flatten(rows)
+        shares = [divided(x, c.critic_updates) for x in leaves] if c.critic_rows == "shares" else None
 
-        def once(carry: tuple[Params, Params, Any], key: Array) -> tuple[tuple[Params, Params, Any], Metrics]:
-            critic, target, opt = carry
+        def once(carry: tuple[Params, Params, Any], x: Any) -> tuple[tuple[Params, Params, Any], Metrics]:
+            (critic, target, opt), (key, share) = carry, x
+            here, candidates, successor, batch = rows if share is None else jax.tree.unflatten(structure, share)
             pair_key, dropout_key = jax.random.split(key)
             y, gain = self.target(critic, target, successor, batch, pair_key)
             y = self.taught(state, batch, y)
@@ -128,12 +135,12 @@ class ChunkCritic(Agent):
 
             (_, info), grads = jax.value_and_grad(loss, has_aux=True)(critic)
             critic, opt = self.critic_learner.step(critic, grads, opt)
-            target = ob.soft_update(target, critic, self.config.target_update_rate)
+            target = ob.soft_update(target, critic, c.target_update_rate)
             info |= {"critic/candidate_gain": gain.mean(), "critic/grad_norm": optax.tree.norm(grads)}
             return (critic, target, opt), info
 
         start = (state.params["critic"], state.target["critic"], state.opt["critic"])
-        (critic, target, opt), infos = jax.lax.scan(once, start, jax.random.split(key, self.config.critic_updates))
+        (critic, target, opt), infos = jax.lax.scan(once, start, (jax.random.split(key, c.critic_updates), shares))
         return critic, target, opt, jax.tree.map(lambda x: x[-1], infos)
 
     def q_values(

@@ -106,11 +106,11 @@ def _scanned(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, batch: Any
         returned.append(out_structure)
         return carry, out_leaves
 
-    carry, stacked = jax.lax.scan(step, carry, [_divided(x, parts) for x in leaves])
+    carry, stacked = jax.lax.scan(step, carry, [divided(x, parts) for x in leaves])
     return carry, jax.tree.unflatten(returned[-1], [_whole(x) for x in stacked])
 
 
-def _divided(x: Array, parts: int) -> Array:
+def divided(x: Array, parts: int) -> Array:
     """Part m takes every `parts`-th sample, so that on several devices no sample has to move."""
     if len(x) % parts:
         raise ConfigError(
@@ -121,5 +121,5 @@ def _divided(x: Array, parts: int) -> Array:
 
 
 def _whole(divided: Array) -> Array:
-    """The inverse of `_divided`."""
+    """The inverse of `divided`."""
     return jnp.swapaxes(divided, 0, 1).reshape(-1, *divided.shape[2:])

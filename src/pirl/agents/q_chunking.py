@@ -222,7 +222,7 @@ class QChunking(ChunkCritic):
         return new, metrics
 
     def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:
-        """What `update` with the same key descends on, as one number with its parts: total = critic + actor.
+        """What `update` with the same key descends on first, as one number with its parts: total = critic + actor.
 
         For inspection: `update` takes the two gradients apart. `bc` is plain imitation at the same draws; it is not
         added: the actor's loss holds its share of it already.

@@ -16,6 +16,8 @@ Actor = Literal["awr", "distill", "best_of_n"]
 candidates of the policy that training started from. `best_of_n`: not at all, the choice is made when acting
 (Q-chunking itself)."""
 
+CriticRows = Literal["all", "shares"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class QChunkingConfig(AgentConfig):
@@ -41,6 +43,9 @@ class QChunkingConfig(AgentConfig):
     """τ: how far the target critic moves towards the critic in each update."""
     critic_updates: Count = 1
     """Critic updates per actor update (update-to-data ratio), on features that are computed once."""
+    critic_rows: CriticRows = "all"
+    """What each of them learns from. `all`: the whole batch, again. `shares`: a share of its own, so that no row is
+    learned from twice; `batch_size` is then that of the critic's updates times their number."""
     mc_steps: Natural = 0
     """For so many steps the critic learns the observed returns themselves (Monte Carlo), then bootstrapped targets. It
     starts at the data's values instead of at nothing. Chunks whose return nobody knows are bootstrapped throughout."""
@@ -97,7 +102,12 @@ class QChunkingConfig(AgentConfig):
         return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """A gate that nothing opens, rewards that the value range does not hold, and failures that would pay."""
+        """Shares that do not divide the batch, a gate that nothing opens, rewards out of range, failures that pay."""
+        if self.critic_rows == "shares" and run.batch_size % self.critic_updates:
+            yield (
+                f"a batch of {run.batch_size} does not split into the shares of {self.critic_updates} critic updates",
+                f"choose a multiple: --batch-size {run.batch_size // self.critic_updates * self.critic_updates}",
+            )
         if self.gate is not None and not run.data.held_out:
             yield (
                 f"agent.gate is {self.gate:g}, and no episodes are held out to measure the critic on",
