@@ -1,7 +1,6 @@
 """From a configuration to batches: everything found, mixed and normalised as the configuration says."""
 
 import shlex
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from pirl.data.assets import asset_id
 from pirl.data.chunks import validate_qchunking_batch_format
 from pirl.data.config import DataConfig
 from pirl.data.create import (
-    check_discount,
     create_acrlpd_data_loader,
     create_source,
     create_tokenizer,
@@ -31,7 +29,7 @@ from pirl.data.resize import pad
 from pirl.data.robots import get_robot, make_robot
 from pirl.data.tokenizer import ByteTokenizer, WordTokenizer
 from pirl.data.writer import LeRobotWriter
-from pirl.errors import ConfigError, DataError, PirlWarning
+from pirl.errors import ConfigError, DataError
 from pirl.names import BASE_CAMERA, LEFT_WRIST_CAMERA, RIGHT_WRIST_CAMERA
 
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -232,12 +230,3 @@ def test_outcomes_follow_the_configuration(tmp_path: Path) -> None:
     assert source.episode(2).rewards.tolist() == [-1.0] * 9 + [0.0]
     recorded = create_source(config(tmp_path, root), get_robot("aloha"))
     assert [recorded.episode(index).success for index in range(3)] == [True, True, False]
-
-
-def test_a_discount_that_does_not_see_the_end_is_said() -> None:
-    with pytest.warns(PirlWarning, match=r"1000 steps .* worth 4e-05.*--agent\.discount 0\.999,.* 0\.37 of it"):
-        check_discount(0.99, 1000.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_discount(0.999, 1000.0)
-        check_discount(0.9, 15.0)

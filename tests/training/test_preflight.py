@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from pirl.agents.bc import BC
-from pirl.agents.config import BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.build import build_agent
 from pirl.checkpoints.openpi import save_openpi
 from pirl.cli import app
@@ -22,6 +23,7 @@ from pirl.data import check as data_check
 from pirl.data.config import DataConfig
 from pirl.data.normalize import NormStats, StatsOrigin, load_origin, save_norm_stats
 from pirl.data.robots import get_robot
+from pirl.data.writer import LeRobotWriter
 from pirl.errors import ConfigError, PirlError, PirlWarning
 from pirl.models import pi0
 from pirl.models.config import get_preset
@@ -241,3 +243,50 @@ def test_norm_stats_remember_what_they_were_computed_for(
     monkeypatch.setattr("pirl.data.stats.compute_norm_stats", lambda *_: pytest.fail("computed before refusing"))
     assert app.main(words) == 1
     assert "--overwrite replaces the statistics" in capsys.readouterr().err
+
+
+def short_episodes(folder: Path, *, steps: int, reward: float, spread: float) -> Path:
+    """Two episodes of a robot with two joints, with statistics that call `spread` one standard deviation."""
+    features: dict[str, Any] = {name: {"dtype": "float32", "shape": [2]} for name in ("observation.state", "action")}
+    features["next.reward"] = {"dtype": "float32", "shape": [1]}
+    actions = np.random.default_rng(0).normal(size=(steps, 2)).astype(np.float32)
+    with LeRobotWriter(folder / "two", fps=10, features=features) as writer:
+        for _ in range(2):
+            for step in range(steps):
+                pay = {"next.reward": np.float32(reward * (step == steps - 1))}
+                writer.add_frame({"observation.state": np.zeros(2, np.float32), "action": actions[step]} | pay)
+            writer.save_episode(task="reach")
+    numbers = NormStats(mean=np.zeros(2), std=np.full(2, spread))
+    origin = StatsOrigin(robot="synthetic", horizon=3)
+    save_norm_stats(folder / "stats", {"state": numbers, "actions": numbers}, origin=origin)
+    return folder / "two"
+
+
+def test_settings_that_do_not_fit_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards are refused; a short-sighted discount and a clip that hides actions are said. `pirl plan` says them too,
+    and nobody says them of an algorithm without values.
+    """
+    dataset = short_episodes(tmp_path, steps=200, reward=2.0, spread=0.5)
+    names = dict(repo_ids=(str(dataset),), assets_dir=str(tmp_path), asset_id="stats", outcome="auto")
+    run = small_run(tmp_path / "runs", ACRLPDConfig(discount=0.98))
+    run = replace(run, data=replace(run.data, **names))
+    with pytest.warns(PirlWarning) as said:
+        (problem,) = refused(run)
+    assert f"{dataset}/data/chunk-000/file-000.parquet: episode 0: the reward of frame 199 is 2" in problem.message
+    assert problem.hint == "--agent.reward-low 0 --agent.reward-high 2"
+    words = "\n".join(str(one.message) for one in said)
+    assert "discount 0.98: a success is worth 0.02 at the start of a median episode of 200 steps" in words
+    assert "of the normalised actions are beyond ±1.5" in words
+    right = replace(
+        run, agent=ACRLPDConfig(discount=0.995, reward_high=2.0), critic=replace(run.critic, action_clip=9.0)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checked(right)
+        checked(replace(run, agent=PLAIN))
+    assert [type(one).__name__ for one in preflight.misfits(run)] == ["DataError", "PirlWarning", "PirlWarning"]
+    assert list(preflight.misfits(right)) == []
+    assert list(preflight.misfits(replace(run, data=replace(run.data, repo_ids=("absent/one",))))) == []
+    file = write_yaml(tmp_path / "run.yaml", run)
+    assert app.main(["train", str(file), "--dry-run"]) == 1
+    assert "--agent.reward-high 2" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from pirl.agents.agent_config import AgentConfig
+from pirl.agents.agent_config import AgentConfig, RewardRange
 from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Positive
 from pirl.search import Choice, Item, around
 
@@ -89,6 +89,10 @@ class RECAPConfig(AgentConfig):
     def small(self) -> "RECAPConfig":
         """The condition is learned at once."""
         return replace(self, accumulate=min(self.accumulate, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
+
+    def reward_range(self, run: Any) -> RewardRange | None:
+        """What the settings say: the histogram ends there."""
+        return RewardRange(self.reward_low, self.reward_high, self.reward_once)
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, share of positives, guidance, dropout."""

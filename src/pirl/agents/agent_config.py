@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pirl.ranges import Checked, Count
 from pirl.search import Item
@@ -21,6 +21,17 @@ class GroupPlan:
     """Groups to roll out at most, to find those."""
     epochs: int
     """Passes over the rollouts."""
+
+
+class RewardRange(NamedTuple):
+    """The rewards that bound an algorithm's values; targets beyond them are clipped."""
+
+    low: float
+    """Smallest reward of a step."""
+    high: float
+    """Largest reward of a step."""
+    once: bool
+    """Whether at most one step of an episode pays anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +88,10 @@ class AgentConfig(Checked):
     @property
     def critic_ema(self) -> float | None:
         """EMA decay of the critic's weights, or None."""
+        return None
+
+    def reward_range(self, run: Any) -> RewardRange | None:
+        """The rewards it can learn from; None if it clips nothing to what they allow."""
         return None
 
     @property

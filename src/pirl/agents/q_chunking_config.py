@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pirl.agents.agent_config import AgentConfig
+from pirl.agents.agent_config import AgentConfig, RewardRange
 from pirl.errors import ConfigError
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
@@ -100,6 +100,11 @@ class QChunkingConfig(AgentConfig):
         """The actor starts at once."""
         small = replace(self, accumulate=min(self.accumulate, 2), gate=None, mc_steps=min(self.mc_steps, 2))
         return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
+
+    def reward_range(self, run: Any) -> RewardRange | None:
+        """What the settings say; without `clip_targets`, regression clips nothing."""
+        clips = self.clip_targets or run.critic.loss == "hl_gauss"
+        return RewardRange(self.reward_low, self.reward_high, self.reward_once) if clips else None
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
         """Shares that do not divide the batch, a gate that nothing opens, rewards out of range, failures that pay."""

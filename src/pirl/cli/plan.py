@@ -8,6 +8,7 @@ NAME = "plan"
 HELP = """\
 Estimates the memory of a training step per device (weights, optimizer, EMA, critic, activations), the largest batch
 that fits, and the least rematerialisation that fits. Works from a trace of the step: needs no weights and no GPU.
+Where the dataset is at hand, says whether discount, rewards and the critic's clip fit it.
 Override any setting with a flag, as in `pirl train`."""
 EXAMPLES = """\
 examples:
@@ -41,10 +42,13 @@ def run(args: argparse.Namespace) -> int:
         devices.error("--device-gb says how much memory one device has, such as 24 or 80")
 
     from pirl.planning.plan import plan
+    from pirl.training.preflight import misfits
 
     found = plan(config, device_gb=args.device_gb, devices=args.devices, choose=True)
     print(f"{config.name}: freeze rule {config.freeze_rule}, {len(config.cameras)} camera(s)")
     print(found)
     if found.accumulate is not None and found.accumulate > config.agent.accumulate:
         print(f"split the batch with --agent.accumulate {found.accumulate}")
+    for misfit in misfits(config):
+        print(f"the settings and the data: {misfit}")
     return 0

@@ -4,7 +4,7 @@ Every function gives all problems it finds as errors with their hints, instead o
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from pirl.data import lerobot
@@ -23,15 +23,15 @@ class NotHereError(PirlError):
 
 def dataset_problems(
     config: DataConfig, robot: Robot, *, image_size: int, download: bool = False
-) -> Iterator[PirlError]:
-    """Datasets that are not there, do not hold what the robot has, or do not go together.
+) -> Generator[PirlError, None, list[LeRobotSource]]:
+    """Datasets that are not there, do not hold what the robot has, or do not go together; returns those it opened.
 
     One that only the hub may have is `NotHereError`, unless it may be downloaded.
     """
-    if config.repo_ids == (SYNTHETIC,):
-        return
-    robot = select_cameras(robot, config.cameras)
     sources: list[LeRobotSource] = []
+    if config.repo_ids == (SYNTHETIC,):
+        return sources
+    robot = select_cameras(robot, config.cameras)
     for name, success_file in zip(config.repo_ids, config.success_files, strict=True):
         if not download and (places := lerobot.to_download(name)):
             yield NotHereError(
@@ -46,7 +46,7 @@ def dataset_problems(
         except PirlError as error:
             yield error
     if len(sources) < 2 or len(sources) < len(config.repo_ids):
-        return
+        return sources
     rates = {source.meta.root.name: source.meta.fps for source in sources}
     if len(set(rates.values())) > 1:
         yield DataError(
@@ -57,6 +57,7 @@ def dataset_problems(
         MixedSource(sources, config.weights)
     except PirlError as error:
         yield error
+    return sources
 
 
 def _size_problems(name: str, meta: lerobot.DatasetMeta, robot: Robot) -> Iterator[DataError]:

@@ -1,13 +1,10 @@
 """From a `DataConfig` to what training needs: the source of episodes, the robot's transform, the loader of batches."""
 
 import shlex
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from pirl import names
 from pirl.data import lerobot, synthetic, video
@@ -24,13 +21,11 @@ from pirl.data.robots import ROBOTS, Robot, get_robot
 from pirl.data.stats import compute_norm_stats
 from pirl.data.tokenizer import ByteTokenizer, PaliGemmaTokenizer, Tokenizer, WordTokenizer
 from pirl.data.transforms import Transform
-from pirl.errors import ConfigError, DataError, PirlWarning, did_you_mean
+from pirl.errors import ConfigError, DataError, did_you_mean
 from pirl.records import EpisodeSource
 
 SYNTHETIC = "synthetic"
 """Instead of a dataset: demonstrations made on the spot (`data.synthetic`)."""
-FAINT = 0.1
-"""Below this share of a success at the start of an episode, the discount is said to be too small."""
 
 
 def create_acrlpd_data_loader(
@@ -57,8 +52,6 @@ def create_acrlpd_data_loader(
     source, held_out = None, None
     if config.repo_ids:
         source, held_out = training_source(config, transform.robot, image_size=height)
-    if source is not None and next_observations:
-        check_discount(discount, float(np.median(source.lengths)))
     loader = ACRLPDDataLoader(
         source,
         transform,
@@ -82,18 +75,6 @@ def training_source(
     """(the episodes to train on, those held out). To train on are only successes where that is asked."""
     source, held_out = split(create_source(config, robot, image_size=image_size), config.held_out, config.seed)
     return successful(source) if config.successes_only else source, held_out
-
-
-def check_discount(discount: float, steps: float) -> None:
-    """Warn where a success at the end of an episode of so many steps is worth next to nothing at its start."""
-    if (worth := discount**steps) < FAINT:
-        warnings.warn(
-            f"discount {discount:g} over episodes of {steps:.0f} steps (median): at their start a success is worth "
-            f"{worth:.1g}, and early decisions look alike to the critic. Try --agent.discount {1 - 1 / steps:.4g}, "
-            f"which leaves {(1 - 1 / steps) ** steps:.2f} of it",
-            PirlWarning,
-            stacklevel=3,
-        )
 
 
 def create_transform(

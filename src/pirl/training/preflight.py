@@ -8,8 +8,9 @@ checks.
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,13 +30,16 @@ from pirl.config_io import to_dict
 from pirl.data import check as data
 from pirl.data.assets import own_assets
 from pirl.data.create import SYNTHETIC, select_cameras, training_source
+from pirl.data.dataset import LeRobotSource
+from pirl.data.fit import Expected, clip_warnings, fit_problems
 from pirl.data.lerobot import to_download as to_download_dataset
+from pirl.data.normalize import load_norm_stats
 from pirl.data.pool import fingerprint
 from pirl.envs.make import check_installed
 from pirl.errors import CheckpointError, ConfigError, PirlError, PirlWarning, did_you_mean, listing, numbered
 from pirl.models import pi0
 from pirl.models.config import Pi0Config
-from pirl.names import TRAIN_STATE_ITEM
+from pirl.names import ACTIONS, NORM_STATS_FILE, TRAIN_STATE_ITEM
 from pirl.parallel.sharding import check_batch, validate_fsdp_sharding
 from pirl.planning.memory import leaf_bytes
 from pirl.planning.plan import batch_shapes
@@ -191,8 +195,11 @@ def environment_problems(config: RLTrainConfig) -> Iterator[PirlError]:
 def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError | PirlWarning]:
     """Datasets, tokenizer and statistics."""
     names, robot = config.data.repo_ids, config.robot
+    sources: list[LeRobotSource] = []
     if config.agent.uses_dataset:
-        yield from data.dataset_problems(config.data, robot, image_size=config.model.image_size, download=download)
+        size = config.model.image_size
+        sources = yield from data.dataset_problems(config.data, robot, image_size=size, download=download)
+        yield from value_problems(config, sources)
     yield from data.tokenizer_problems(config.data.tokenizer)
     if names == (SYNTHETIC,):
         return
@@ -202,6 +209,7 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
             config.data, robot, folder, horizon=config.horizon, quantile=config.quantile_norm
         )
         yield from found
+        yield from clip_problems(config, sources, folder)
     elif config.agent.uses_dataset:
         hint = "name one: --data-path DATASET (a LeRobot folder or a hub repo id)"
         yield ConfigError(f"{config.name} has no dataset", hint=hint)
@@ -210,6 +218,43 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
             "neither data.asset_id nor a dataset says whose normalisation statistics to use",
             hint=f"--data.asset-id NAME, the folder below {config.data.assets_dir} that holds them",
         )
+
+
+def misfits(config: RLTrainConfig) -> Iterator[PirlError | PirlWarning]:
+    """Settings that do not fit the datasets; nothing where these are not all here and in order."""
+    sources: list[LeRobotSource] = []
+
+    def opened() -> Iterator[PirlError]:
+        sources.extend(
+            (yield from data.dataset_problems(config.data, config.robot, image_size=config.model.image_size))
+        )
+
+    if not config.agent.uses_dataset or any(opened()):
+        return
+    yield from value_problems(config, sources)
+    if (folder := stats_of_weights(config) or own_assets(config.data)) is not None:
+        yield from clip_problems(config, sources, folder)
+
+
+def value_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource]) -> Iterator[PirlError | PirlWarning]:
+    """Rewards and lengths of episodes that do not fit an algorithm's values."""
+    if not config.has_critic or len(sources) < len(config.data.repo_ids):
+        return
+    rewards = config.agent.reward_range(config)
+    bounds = None if rewards is None else (rewards.low, rewards.high)
+    expected = Expected(discount=config.discount, rewards=bounds, once=rewards is not None and rewards.once)
+    yield from fit_problems(sources, expected)
+
+
+def clip_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource], folder: Path) -> Iterator[PirlWarning]:
+    """Actions beyond those that the critic can tell apart, with these statistics."""
+    if not config.agent.chooses or not (folder / NORM_STATS_FILE).is_file():
+        return
+    stats, robot = load_norm_stats(folder)[ACTIONS], config.robot
+    if len(stats) < robot.action_dim or (config.quantile_norm and stats.q01 is None):
+        return  # said above
+    clip, steps = config.critic.action_clip, config.critic_horizon
+    yield from clip_warnings(sources, robot, stats, clip=clip, steps=steps, quantile=config.quantile_norm)
 
 
 def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError]:

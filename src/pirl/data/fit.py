@@ -1,0 +1,150 @@
+"""Do the settings of an algorithm with values fit its data? Numbers of whole datasets, before a frame is decoded."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from pirl.data.dataset import LeRobotSource
+from pirl.data.normalize import NormStats, normalize
+from pirl.data.outcomes import EpisodeOutcome
+from pirl.data.robots import Robot
+from pirl.errors import DataError, PirlError, PirlWarning
+from pirl.records import Array
+
+FAINT = 0.1
+"""Below this share of a success at the start of an episode, the discount is said to be too small."""
+FAR = 10.0
+"""Above this many median episodes, a horizon 1 / (1 - γ) is said to be too long."""
+CLIPPED = 0.01
+"""Above this share of entries beyond the critic's clip, the clip is said to be too small."""
+_ROWS = 4096  # of a dataset to measure the clip on
+_KEPT = 0.999  # share of entries that a suggested clip keeps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What an algorithm takes for granted about its data."""
+
+    discount: float
+    """γ per step."""
+    rewards: tuple[float, float] | None
+    """Smallest and largest reward of a step; None where nothing is clipped to what they allow."""
+    once: bool
+    """Whether at most one step of an episode pays anything."""
+
+
+def fit_problems(sources: Sequence[LeRobotSource], expected: Expected) -> Iterator[PirlError | PirlWarning]:
+    """Rewards that the values cannot hold, and a discount that does not fit the length of the episodes."""
+    for source in sources:
+        yield from _reward_problems(source, expected)
+    if sources:
+        yield from discount_warnings(expected.discount, median_length(sources))
+
+
+def median_length(sources: Sequence[LeRobotSource]) -> float:
+    """Steps of a median success; of a median episode where nothing is known to have succeeded."""
+    lengths = np.concatenate([source.lengths for source in sources])
+    won = np.array([outcome.success is True for source in sources for outcome in source.outcomes])
+    return float(np.median(lengths[won] if won.any() else lengths))
+
+
+def discount_warnings(discount: float, steps: float) -> Iterator[PirlWarning]:
+    """A success at the end of so many steps that is worth next to nothing at the start, or a horizon far beyond."""
+    worth, ahead, fits = discount**steps, 1 / (1 - discount), 1 - 1 / max(steps, 2.0)
+    advice = f"Try --agent.discount {fits:.4g}, which leaves {fits**steps:.2f} of it"
+    if worth < FAINT:
+        yield PirlWarning(
+            f"discount {discount:g}: a success is worth {worth:.1g} at the start of a median episode of {steps:.0f} "
+            f"steps, and early decisions look alike to the critic. {advice}"
+        )
+    if ahead > FAR * steps:
+        yield PirlWarning(
+            f"discount {discount:g} looks {ahead:.0f} steps ahead, {ahead / steps:.0f} times a median episode of "
+            f"{steps:.0f} steps: sooner and later successes are worth the same ({worth:.3f} and 1 of one), and errors "
+            f"of the critic add up over as many steps. {advice}"
+        )
+
+
+def _reward_problems(source: LeRobotSource, expected: Expected) -> Iterator[DataError]:
+    """The first episode with a reward, or a return, beyond what the critic's values can be; how many there are."""
+    if expected.rewards is None:
+        return
+    low, high = expected.rewards
+    room = 1e-5 * (high - low)
+    found = [outcome.rewards for outcome in source.outcomes]
+    wrong = [index for index, rewards in enumerate(found) if rewards.min() < low - room or rewards.max() > high + room]
+    if wrong:
+        first = found[wrong[0]]
+        least, most = (float(best([best(found[index]) for index in wrong])) for best in (np.min, np.max))
+        step = int(np.argmax(np.maximum(low - first, first - high)))
+        yield DataError(
+            f"{_named(source, wrong[0])}: the reward of frame {step} is {first[step]:g}, the agent expects "
+            f"{low:g} to {high:g} ({len(wrong)} such episodes of {len(found)}); the targets would be clipped",
+            hint=f"--agent.reward-low {min(low, least):g} --agent.reward-high {max(high, most):g}",
+        )
+        return
+    if not expected.once:
+        return
+    bounds = min(low, 0.0) - room, max(high, 0.0) + room
+    for index, rewards in enumerate(found):
+        if np.count_nonzero(rewards) < 2:
+            continue
+        returns = _returns(source.outcomes[index], expected.discount)
+        if returns.min() < bounds[0] or returns.max() > bounds[1]:
+            beyond = returns[int(np.argmax(np.maximum(bounds[0] - returns, returns - bounds[1])))]
+            yield DataError(
+                f"{_named(source, index)}: {np.count_nonzero(rewards)} steps pay, with returns up to {beyond:g}, and "
+                f"agent.reward_once says that one step pays, {low:g} to {high:g}; the targets would be clipped",
+                hint="--agent.no-reward-once",
+            )
+            return
+
+
+def _returns(outcome: EpisodeOutcome, discount: float) -> Float[Array, "T"]:
+    """The recorded discounted return from each step to where the task or the recording ends."""
+    found, over, after = np.zeros(len(outcome.rewards)), outcome.terminated | outcome.truncated, 0.0
+    for step in reversed(range(len(found))):
+        found[step] = after = float(outcome.rewards[step]) + (0.0 if over[step] else discount * after)
+    return found
+
+
+def _named(source: LeRobotSource, index: int) -> str:
+    episode = source.meta.episodes[index]
+    return f"{episode.data.path}: episode {episode.index}"
+
+
+def clip_warnings(
+    sources: Sequence[LeRobotSource], robot: Robot, stats: NormStats, *, clip: float, steps: int, quantile: bool
+) -> Iterator[PirlWarning]:
+    """A clip beyond which the critic cannot tell many of the actions apart."""
+    if not sources or math.isinf(clip):
+        return
+    sizes = np.abs(np.concatenate([_normalised(source, robot, stats, steps, quantile) for source in sources]))
+    beyond = (sizes > clip).mean(0)
+    if (share := float(beyond.mean())) <= CLIPPED:
+        return
+    worst = int(np.argmax(beyond))
+    fits = math.ceil(2 * float(np.quantile(sizes, _KEPT))) / 2
+    yield PirlWarning(
+        f"{share:.1%} of the normalised actions are beyond ±{clip:g}, where the critic cannot tell them apart "
+        f"(dimension {worst}: {beyond[worst]:.0%}); ±{fits:g} holds {(sizes <= fits).mean():.2%}: "
+        f"--critic.action-clip {fits:g}"
+    )
+
+
+def _normalised(
+    source: LeRobotSource, robot: Robot, stats: NormStats, steps: int, quantile: bool
+) -> Float[Array, "n A"]:
+    """What a critic sees of chunks of so many steps, before its clip; chunks start evenly over the dataset."""
+    every = max(1, int(source.lengths.sum()) // _ROWS)
+    parts = []
+    for index, meta in enumerate(source.meta.episodes):
+        starts = np.arange(-meta.start % every, meta.length, every)
+        if len(starts):
+            episode, chunk = source.episode(index), np.minimum(starts[:, None] + np.arange(steps), meta.length - 1)
+            encoded = robot.encode_state(episode.state[starts])
+            parts.append(normalize(robot.encode_actions(episode.actions[chunk], encoded), stats, quantile=quantile))
+    return np.concatenate(parts).reshape(-1, robot.action_dim)
