@@ -149,6 +149,35 @@ def test_what_becomes_of_an_advantage(advantage: np.ndarray, loss: str) -> None:
         close(found[:B].mean(), 1.0)
 
 
+@pytest.mark.parametrize("size", [2, 5, 8, 12])
+@pytest.mark.parametrize("how", ["rloo", "std"])
+def test_the_largest_advantage_of_a_group(how: str, size: int) -> None:
+    """No group of outcomes has a larger one, and the one with a single success, or a single failure, has it."""
+    every = np.array([[float(k < won) for k in range(size)] for won in range(1, size)])
+    found = np.abs(np.array(naive.advantages(every.tolist(), how, 3.0)))
+    assert found.max() == pytest.approx(fo.largest_advantage(size, how))
+    assert found[[0, -1]].max(1) == pytest.approx([found.max()] * 2)
+
+
+def test_nft_by_the_largest_advantage_keeps_what_clipping_loses() -> None:
+    """One success of eight has 2.65 standard deviations, one of two 1: clipped both are 1."""
+    groups = np.array([[1.0] + [0.0] * 7, [1.0] * 4 + [0.0] * 4])
+    advantage = jnp.asarray(fo.group_advantages(groups, "std")[:, 0])
+    given = dict(beta=1.0, cap=20.0, acceptance=0.5)
+    clipped = fo.row_weights("nft", advantage, jnp.ones(2), **given)
+    divided = fo.row_weights("nft", advantage, jnp.ones(2), largest=fo.largest_advantage(8, "std"), **given)
+    close(clipped, [0.5, 0.5])
+    close(divided, [0.5, 0.5 / 7**0.5])
+
+
+def test_rows_that_count_more_weigh_more_in_the_mean() -> None:
+    """Two rows of half the weight are one row."""
+    given = dict(beta=0.7, cap=20.0)
+    two = fo.row_weights("awr", jnp.asarray([0.3, 0.3, -1.0]), jnp.asarray([0.5, 0.5, 1.0]), **given)
+    one = fo.row_weights("awr", jnp.asarray([0.3, -1.0]), jnp.ones(2), **given)
+    close(two, [one[0], one[0], one[1]])
+
+
 def test_weights_without_any_row_are_finite() -> None:
     for loss in ("awr", "filter"):
         assert np.isfinite(fo.row_weights(loss, jnp.ones(4), jnp.zeros(4), beta=0.5, cap=20.0)).all()

@@ -151,6 +151,35 @@ def test_acceptance_scales_the_pull_of_nft_alone():
     jax.eval_shape(agent.update, make_state(agent), absent, KEY)
 
 
+@pytest.mark.parametrize("loss", ["nft", "cfg"])
+def test_a_rollout_of_two_rows_counts_as_one_of_one(loss: str):
+    """The gradient with rows at half the weight is the mean of the gradients of the two choices of one of them."""
+    agent = make(loss, bc_weight=0.0)
+    state = make_state(agent)
+
+    def moved(weight: list[float]) -> np.ndarray:
+        batch = make_batch(weight=np.array(weight), fresh=np.ones(SIZE))
+        new, _ = updating(agent)(state, batch, KEY)
+        before, after = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.params)]) for s in (state, new))
+        return np.float64(after) - np.float64(before)
+
+    both = moved([0.5, 0, 0.5, 1, 0, 0, 0, 0])
+    first, second = moved([1, 0, 0, 1, 0, 0, 0, 0]), moved([0, 0, 1, 1, 0, 0, 0, 0])
+    close(both, (first + second) / 2, rtol=1e-3, atol=1e-5)
+    assert np.abs(both - moved([1, 0, 1, 1, 0, 0, 0, 0])).max() > 1e-4
+
+
+def test_settings_reach_the_plan_and_the_weights():
+    assert not RIPTConfig().groups.even
+    assert RIPTConfig(weigh="rollouts").groups.even
+    batch, found = make_batch(advantage=np.full(SIZE, 1.2)), {}
+    for scale in ("clip", "largest"):
+        agent = make(advantage="std", nft_scale=scale)
+        found[scale] = agent._inputs(batch, KEY)[0].advantage[:-1]
+    close(found["clip"], np.ones(SIZE - 1))
+    close(found["largest"], np.full(SIZE - 1, 1.2 / 7**0.5))
+
+
 # v_old
 
 

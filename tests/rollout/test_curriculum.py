@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pirl.errors import ConfigError
 from pirl.records import Context
 from pirl.rollout.config import CurriculumConfig
+from pirl.rollout.contexts import fixed_contexts
 from pirl.rollout.curriculum import Curriculum
 from pirl.rollout.pool import EnvInfo
 
@@ -28,6 +29,23 @@ def test_the_posterior_is_beta() -> None:
     made.update([(Context("push", 7), 3, 1), (Context("turn", 8), 0, 4)])
     made.update([(Context("push", 9), 1, 1)])
     np.testing.assert_allclose(made.success, [(1 + 4) / (2 + 6), 1 / 2, 1 / (2 + 4)])
+
+
+@pytest.mark.parametrize("contexts", [None, 400])
+def test_held_out_states_are_never_drawn(contexts: int | None) -> None:
+    """Of 50 listed states the last 10, with which validation begins; any other may be drawn."""
+    made = curriculum(num_inits=50, contexts=contexts, held_out=10)
+    drawn = {context for iteration in range(40) for context in made.draw(50, iteration)}
+    assert {context.init for context in drawn} == set(range(40))
+    info = EnvInfo(robot="synthetic", tasks=TASKS, num_inits=50, max_steps=9, fps=5, action_dim=2)
+    validation = fixed_contexts(info, 10 * len(TASKS), "validation")
+    assert {context.init for context in validation} == set(range(40, 50))
+    assert not drawn & set(validation)
+    assert max(one.init for one in curriculum(num_inits=50, contexts=150).draw(999, 0)) >= 40
+    seeds = curriculum(held_out=10).draw(99, 0)
+    assert seeds == curriculum().draw(99, 0)
+    with pytest.raises(ConfigError, match="a task has 50 initial states"):
+        curriculum(num_inits=50, held_out=50)
 
 
 def test_evidence_fades() -> None:

@@ -1,5 +1,6 @@
 """The rows RIPT learns from are what the policy saw and planned; a pass goes over all of them once."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -114,6 +115,38 @@ def test_a_batch_takes_rows_and_weights(rows: PlanRows) -> None:
     assert batch["fresh"].tolist() == [1, 1, 1]
     assert batch["acceptance"].tolist() == [0.5] * 3
     assert rows.batch(chosen, weight, fresh=False)["fresh"].tolist() == [0, 0, 0]
+
+
+def test_rollouts_may_count_the_same(rollouts: list[Rollout]) -> None:
+    """However many chunks each has; the mean over rows stays 1, and rows that fill up a batch stay 0."""
+    shorter = [rollouts[0], cut(rollouts[1], plans=1)]
+    given = ({"advantage": np.zeros(2)}, ())
+    plain, even = (plan_rows(TRANSFORM, shorter, *given, even=even) for even in (False, True))
+    counts = [len(rollout.starts) for rollout in shorter]
+    assert counts[0] > counts[1] == 1
+    assert plain.weight.tolist() == [1.0] * sum(counts)
+    sums = [even.weight[: counts[0]].sum(), even.weight[counts[0] :].sum()]
+    np.testing.assert_allclose(sums, [sum(counts) / 2] * 2, rtol=1e-6)
+    assert len(set(even.weight[: counts[0]].tolist())) == 1
+    batch = even.batch(np.array([0, counts[0], 0]), np.float32([1, 1, 0]), fresh=True)
+    np.testing.assert_allclose(batch["weight"], [even.weight[0], even.weight[-1], 0])
+
+
+def cut(rollout: Rollout, *, plans: int) -> Rollout:
+    """Its first plans alone."""
+    steps = int(rollout.starts[plans])
+    columns = {name: getattr(rollout.episode, name)[:steps] for name in ("state", "actions", "rewards", "terminated")}
+    episode = replace(
+        rollout.episode,
+        **columns,
+        truncated=rollout.episode.truncated[:steps],
+        intended=rollout.episode.intended[:steps],  # type: ignore[index]
+    )
+    kept = rollout.frame_steps < steps
+    frames = {key: pixels[kept] for key, pixels in rollout.frames.items()}
+    return replace(
+        rollout, episode=episode, starts=rollout.starts[:plans], frames=frames, frame_steps=rollout.frame_steps[kept]
+    )
 
 
 def test_without_cameras_there_are_no_pictures(rollouts: list[Rollout]) -> None:

@@ -21,6 +21,8 @@ class GroupPlan:
     """Groups to roll out at most, to find those."""
     epochs: int
     """Passes over the rollouts."""
+    even: bool = False
+    """Whether all rollouts count the same, however many rows they have."""
 
 
 class RewardRange(NamedTuple):

@@ -53,6 +53,11 @@ def group_advantages(
     return np.clip(centred / spread, -limit, limit)
 
 
+def largest_advantage(size: int, normalise: GroupAdvantage, *, limit: float = 3.0) -> float:
+    """The largest |A| in a group of K rollouts whose rewards lie in [0, 1]: one against all others."""
+    return 1.0 if normalise == "rloo" else min((size - 1) ** 0.5, limit)
+
+
 # Losses, on the device
 
 
@@ -64,8 +69,11 @@ def row_weights(
     beta: float,
     cap: float,
     acceptance: ob.Scalar = 1.0,
+    largest: float = 1.0,
 ) -> Float[Array, "B"]:
-    """What each loss makes of an advantage; `rows` is 0 where a row does not count.
+    """What each loss makes of an advantage; `rows` is how much each row counts, 0 where it does not.
+
+    NFT divides by `largest`, and what is beyond ±1 then is cut off.
 
     `acceptance` is the share of groups that were not rejected for being all alike. Rejected rows had advantage 0: all
     they did in NFT was to hold the policy. Without them the others pull 1/acceptance times as hard, more and more as
@@ -74,7 +82,7 @@ def row_weights(
     Weights of imitation are divided by their mean, so that a batch with few successes does not learn more slowly.
     """
     if loss == "nft":
-        return jnp.clip(advantage, -1.0, 1.0) * acceptance
+        return jnp.clip(advantage / largest, -1.0, 1.0) * acceptance
     if loss in ("raw", "fpo"):
         return advantage
     weights = ob.awr_weights(advantage, beta, cap) if loss == "awr" else (advantage > 0).astype(jnp.float32)

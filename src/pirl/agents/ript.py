@@ -199,9 +199,9 @@ class RIPT(Agent):
         """One minibatch: rows of rollouts, and demonstrations where `bc_weight` asks for them.
 
         A batch has `observations`, `actions` (chunks as the policy meant them), `executed` (1 for steps that were),
-        `advantage`, `weight` (0 for rows that fill up the batch) and `fresh` (1 in the first minibatch of an
-        iteration; a number, or one per row). Optional: `acceptance`, the share of groups that were not rejected
-        (likewise), and `demos` with `observations`, `actions` and `valid`.
+        `advantage`, `weight` (how much a row counts, 0 for rows that fill up the batch) and `fresh` (1 in the first
+        minibatch of an iteration; a number, or one per row). Optional: `acceptance`, the share of groups that were not
+        rejected (likewise), and `demos` with `observations`, `actions` and `valid`.
         """
         target = self._rollout_policy(state, jnp.max(batch["fresh"]) > 0)
         rows, demos = self._inputs(batch, key)
@@ -246,7 +246,13 @@ class RIPT(Agent):
             actions=batch["actions"],
             executed=batch["executed"],
             advantage=fo.row_weights(
-                c.loss, advantage, counted, beta=c.awr_beta, cap=c.weight_cap, acceptance=acceptance
+                c.loss,
+                advantage,
+                counted,
+                beta=c.awr_beta,
+                cap=c.weight_cap,
+                acceptance=acceptance,
+                largest=fo.largest_advantage(c.group_size, c.advantage) if c.nft_scale == "largest" else 1.0,
             ),
             share=counted / jnp.maximum(counted.mean(), jnp.finfo(jnp.float32).tiny),
             draws=draws,

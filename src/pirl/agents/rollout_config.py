@@ -20,6 +20,14 @@ GroupAdvantage = Literal["rloo", "std"]
 """What a rollout is compared with: `rloo`, the mean of the others of its group. `std`: the mean of its group, in
 standard deviations."""
 
+Weigh = Literal["rows", "rollouts"]
+"""What counts the same. `rows`: every chunk. `rollouts`: every rollout, so that a failure that takes three times as
+long as a success does not count three times as much."""
+
+NFTScale = Literal["clip", "largest"]
+"""How advantages come to lie in [-1, 1], as `nft` needs them. `clip`: what is beyond is cut off. `largest`: all are
+divided by the largest that a group can have, as DiffusionNFT does: 1 with rloo, √(K-1) with std."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RIPTConfig(AgentConfig):
@@ -43,6 +51,11 @@ class RIPTConfig(AgentConfig):
     that rolled out, is above this; None makes all passes."""
     advantage: GroupAdvantage = "rloo"
     """What a rollout is compared with."""
+    weigh: Weigh = "rows"
+    """Whether all chunks count the same, or all rollouts."""
+    nft_scale: NFTScale = "clip"
+    """Advantages beyond ±1 in `nft`: cut off, or all divided by the largest possible. rloo has none beyond. With std
+    and K = 8 a single success of a group has 2.65, and cut off it counts for as much as one of four."""
     nft_beta: Positive = 1.0
     """β of `nft`: the best velocity is v_old + A (u - v_old) / β, so a larger one moves less."""
     awr_beta: Positive = 0.5
@@ -83,7 +96,11 @@ class RIPTConfig(AgentConfig):
         """The rollouts of one iteration."""
         count = self.groups_per_iteration
         return GroupPlan(
-            size=self.group_size, groups=count, max_groups=int(self.max_attempts * count), epochs=self.epochs
+            size=self.group_size,
+            groups=count,
+            max_groups=int(self.max_attempts * count),
+            epochs=self.epochs,
+            even=self.weigh == "rollouts",
         )
 
     @property

@@ -21,8 +21,10 @@ Behaviour cloning is OpenPI's pi05_libero, setting by setting.
 
 RIPT (`ript_libero_goal`) needs no critic and no dataset: groups of 8 rollouts from the same initial state; only the
 action expert trains. A released checkpoint solves most of libero_goal: start from a weaker one (few demonstrations), or
-every group is rejected because all its rollouts succeed. `--variant quick` makes two small iterations, `--variant
-benchmark` evaluates 50 episodes of every task before and after.
+every group is rejected because all its rollouts succeed. Of the 50 initial states of each task, 40 are trained on; the
+last 10 are evaluated during training (100 episodes) and give the result: `pirl eval CHECKPOINT --split validation
+--episodes 100`. LIBERO's own test (`--split test`) has all 50, of which this policy has seen 40. `--variant quick`
+makes two small iterations, `--variant benchmark` evaluates 50 episodes of every task before and after.
 
 Hardware, by `pirl plan`, not measured: acrlpd_libero 12 GiB and bc_libero 15 GiB on each of 8 devices with --mesh.fsdp
 8; acrlpd_libero_lora 17 GiB, so one 24 GB card; all with --model.remat full. Results: not run at full size yet. OpenPI
@@ -81,7 +83,7 @@ _RIPT = replace(
     data=replace(_DATA, repo_ids=(), asset_id="physical-intelligence/libero"),
     env=LiberoConfig(suite="libero_goal"),
     rollout=RolloutConfig(backend="process", num_envs=16, num_workers=8, execute=5),
-    curriculum=CurriculumConfig(contexts=500),
+    curriculum=CurriculumConfig(contexts=400, held_out=10),
     evaluation=EvalConfig(interval=5, episodes=100),
     policy_optimizer=AdamW(weight_decay=1e-4),
     policy_schedule=CosineSchedule(warmup_steps=10, peak_lr=1e-5, decay_lr=1e-6, decay_steps=2000),

@@ -47,6 +47,9 @@ class CurriculumConfig(Checked):
 
     contexts: Count | None = None
     """Train on this many contexts, drawn once. None: fresh ones every time, with one posterior per task."""
+    held_out: Natural = 0
+    """Where a benchmark lists its initial states (LIBERO: 50 per task): the last so many of each task are never trained
+    on. Validation begins with them. Elsewhere the splits are apart by themselves."""
     target: Inside = 0.5
     """Success rate at which a context is drawn most often."""
     floor: Annotated[float, Bounds(low=0, high=1, open_low=True)] = 0.1

@@ -7,6 +7,7 @@ hopeless contexts keep a minimum weight, so that forgetting and late progress sh
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,24 @@ from pirl.rollout.contexts import distinct_contexts, random_contexts
 from pirl.rollout.pool import EnvInfo
 
 
+def _to_train_on(info: EnvInfo, held_out: int) -> EnvInfo:
+    """Without the last listed states of each task."""
+    if info.num_inits is None or not held_out:
+        return info
+    if held_out >= info.num_inits:
+        raise ConfigError(
+            f"curriculum.held_out is {held_out}, and a task has {info.num_inits} initial states",
+            hint="leave some to train on",
+        )
+    return replace(info, num_inits=info.num_inits - held_out)
+
+
 class Curriculum:
     """Counts successes and failures and draws contexts, deterministically by seed and history."""
 
     def __init__(self, config: CurriculumConfig, info: EnvInfo, seed: int) -> None:
-        self.config, self._info, self._seed = config, info, seed
+        self.config, self._info, self._seed = config, _to_train_on(info, config.held_out), seed
+        info = self._info
         rng = np.random.default_rng([seed, 0])
         self._arms: list[Context] = (
             [Context(task, -1) for task in info.tasks]  # one arm per task: -1 stands for a fresh initial state

@@ -29,6 +29,8 @@ class PlanRows:
     """1 where a step of the plan was executed."""
     columns: Mapping[str, Float32[Array, "n"]]
     """Numbers of the row's rollout, such as its advantage, and those that are the same for every row."""
+    weight: Float32[Array, "n"]
+    """How much each row counts, 1 on average."""
 
     def __len__(self) -> int:
         return len(self.executed)
@@ -45,7 +47,7 @@ class PlanRows:
             "actions": self.actions[rows],
             "executed": self.executed[rows],
             **{name: column[rows] for name, column in self.columns.items()},
-            "weight": weight,
+            "weight": weight * self.weight[rows],
             "fresh": np.full(size, float(fresh), np.float32),
         }
 
@@ -56,8 +58,13 @@ def plan_rows(
     columns: Mapping[str, Float[Array, "r"]],
     cameras: Sequence[str],
     constants: Mapping[str, float] = MappingProxyType({}),
+    *,
+    even: bool = False,
 ) -> PlanRows:
-    """The rows of all rollouts, one after the other; each of a rollout's rows gets its numbers in `columns`."""
+    """The rows of all rollouts, one after the other; each of a rollout's rows gets its numbers in `columns`.
+
+    Every row counts the same; with `even` every rollout does.
+    """
     states, plans, executed, prompts, counts = [], [], [], [], []
     images: dict[str, list[Array]] = {slot: [] for slot in cameras}
     for rollout in rollouts:
@@ -83,7 +90,14 @@ def plan_rows(
             **{name: np.repeat(np.asarray(column, np.float32), counts) for name, column in columns.items()},
             **{name: np.full(sum(counts), value, np.float32) for name, value in constants.items()},
         },
+        weight=_weights(np.array(counts), even=even),
     )
+
+
+def _weights(counts: Int[Array, "r"], *, even: bool) -> Float32[Array, "n"]:
+    """1 for each row; or, over the rows of a rollout, a sum that is the same for each rollout."""
+    share = counts.mean() / counts if even else np.ones(len(counts))
+    return np.repeat(share, counts).astype(np.float32)
 
 
 def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int, columns: Sequence[str]) -> PlanRows:
@@ -97,6 +111,7 @@ def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int, c
         inputs={name: column for name, column in inputs.items() if name != IMAGE_MASK},
         executed=np.ones(plan.shape[:2], np.float32),
         columns={name: np.ones(1, np.float32) for name in columns},
+        weight=np.ones(1, np.float32),
     )
 
 

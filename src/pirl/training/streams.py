@@ -291,7 +291,8 @@ class GroupStream:
         policy = self._collector.policy
         flat = [rollout for group in groups for rollout in group]
         columns = {name: column.ravel() for name, column in lesson.columns.items()}
-        return plan_rows(policy.transform, flat, columns, policy.cameras, lesson.constants)
+        cameras, even = policy.cameras, self._plan.even
+        return plan_rows(policy.transform, flat, columns, cameras, lesson.constants, even=even)
 
     def _batches(self, step: int, rows: PlanRows | None) -> Iterator[Any]:
         fresh, self._moved_far = True, False
