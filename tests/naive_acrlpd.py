@@ -308,10 +308,12 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
 
     # What adapts
     beta, mean_weight = state["beta"], state["mean_weight"]
+    imitated = batch["valid"].any(1)
     if compares:
         ess = 1 - (1 - s.target_ess) * agreed if s.heed_agreement else s.target_ess
-        fitted = np.clip(fitted_beta(advantage, ess, s.weight_cap), 1e-4 * (s.high - s.low), s.high - s.low)
-        beta, mean_weight = beta**0.9 * fitted**0.1, 0.9 * mean_weight + 0.1 * raw.mean()
+        fitted = fitted_beta(advantage[imitated], ess, s.weight_cap)
+        fitted = np.clip(fitted, 1e-4 * (s.high - s.low), s.high - s.low)
+        beta, mean_weight = beta**0.9 * fitted**0.1, 0.9 * mean_weight + 0.1 * raw[imitated].mean()
     known = np.isfinite(batch["mc_return"])
     metrics = {
         "actor/loss": actor_loss(policy),
@@ -333,7 +335,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     if compares:
         metrics["actor/advantage"], metrics["actor/beta"] = advantage.mean(), state["beta"]
         metrics["actor/agreement"] = agreed
-        metrics["actor/ess"] = raw.sum() ** 2 / (size * (raw**2).sum())
+        metrics["actor/ess"] = raw[imitated].sum() ** 2 / (imitated.sum() * (raw[imitated] ** 2).sum())
     new = {
         "policy": new_policy,
         "critic": new_critic,

@@ -120,9 +120,12 @@ def make_state(agent: ACRLPD) -> TrainState:
 
 @functools.cache
 def make_batch() -> dict:
-    """Every kind of sample: whole and cut chunks, terminated and cut off, counted and not, known returns and none."""
+    """Every kind of sample: whole and cut chunks, terminated and cut off, counted and not, known returns and none.
+
+    The fifth is the critic's alone: the actor is to imitate no step of it.
+    """
     rng = np.random.default_rng(0)
-    remaining = np.array([3, 3, 2, 1, 3, 2, 1, 3])
+    remaining = np.array([3, 3, 2, 1, 0, 2, 1, 3])
     batch = {
         "observations": {"state": rng.normal(size=(SIZE, STATE))},
         "next_observations": {"state": rng.normal(size=(SIZE, STATE))},
@@ -624,7 +627,7 @@ def test_the_critic_reads_the_chunk_and_nothing_about_its_end():
     jax.eval_shape(agent.critic_loss, critic, inputs, candidates, only, y, KEY)
 
     ended = batch | {
-        "valid": 1 - batch["valid"],
+        "valid": batch["valid"][:, ::-1],  # what adapts asks whether a chunk is imitated, not how much of it
         "masks": 1 - batch["masks"],
         "terminals": 1 - batch["terminals"],
         "rewards": batch["rewards"] + 1,

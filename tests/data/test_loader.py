@@ -247,6 +247,66 @@ def test_an_actor_leaves_its_own_failures_alone(loader_of, rule, imitates):
     assert batch["sequence_mask"][own].any()
 
 
+def planned(number, success=True):
+    """An episode of nine steps whose policy planned at steps 0 and 6."""
+    episode, frames = make_item(number, success=success)
+    plans = np.repeat(episode.actions[:, None], HORIZON, axis=1)
+    for step in range(9):
+        plans[step, HORIZON - step % HORIZON :] = np.nan
+    return replace(episode, intended=plans), frames
+
+
+def test_rows_for_the_actor_are_drawn_apart(loader_of):
+    """Half of the batch: plans of successes, which the critic leaves alone. The rest is mixed as ever."""
+    replay = ReplayBuffer(cameras=CAMERAS, max_episodes=3, max_bytes=10**9)
+    for number, success in ((20, False), (21, True), (22, False)):
+        replay.append(*planned(number, success))
+    size = 64
+    loader = loader_of(make_source(), replay=replay, batch_size=size, online_fraction=0.75, online_actor_share=0.5)
+    batch = loader.sample_batch()
+    where, critic = np.array(starts(batch)), batch["sequence_mask"] > 0
+    apart, own = where[:, 0] == 21, where[:, 0] >= 20
+    plans = apart & np.isin(where[:, 1], [0, 6])
+    assert (~critic & batch["valid"].any(1)).sum() >= size // 2
+    assert set(map(tuple, where[~critic & plans].tolist())) == {(21, 0), (21, 6)}
+    assert own.sum() == size // 2 + round(0.75 * size / 2)  # of the other half, three in four are from the buffer
+    assert (batch["valid"].any(1) == ~own | plans).all()
+    lost = (where[:, 0] == 20) | (where[:, 0] == 22)
+    assert lost.sum() > 10
+    assert (critic[lost] | (where[lost, 1] == 8)).all()  # a cut recording's last row has no target
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_rows_for_the_actor_depend_on_seed_and_step_alone(loader_of, prefetch):
+    def replayed():
+        replay = ReplayBuffer(cameras=CAMERAS, max_episodes=3, max_bytes=10**9)
+        for number in (20, 21):
+            replay.append(*planned(number, success=number == 21))
+        return replay
+
+    options = dict(online_fraction=0.5, online_actor_share=0.25, prefetch=prefetch)
+    first = loader_of(make_source(), replay=replayed(), **options)
+    batches = [first.sample_batch() for _ in range(3)]
+    state = first.state()
+    later = loader_of(make_source(), replay=replayed(), **options)
+    later.restore(state)
+    assert_same(later.sample_batch(), first.sample_batch())
+    parts = [loader_of(make_source(), replay=replayed(), host_id=n, host_count=2, **options) for n in range(2)]
+    assert_same(join([part.sample_batch() for part in parts]), batches[0])
+
+
+def test_without_a_row_to_imitate_none_is_drawn_apart(loader_of):
+    """Nothing has succeeded yet, or nothing was collected: the batch is what it would be without the setting."""
+    replay = ReplayBuffer(cameras=CAMERAS, max_episodes=3, max_bytes=10**9)
+    loaders = [loader_of(make_source(), replay=replay, online_actor_share=share) for share in (0.0, 0.5)]
+    assert_same(*(loader.sample_batch() for loader in loaders))
+    replay.append(*planned(20, success=False))
+    assert_same(*(loader.sample_batch() for loader in loaders))
+    replay.append(*planned(21, success=True))
+    batches = [loader.sample_batch() for loader in loaders]
+    assert [int((batch["sequence_mask"] == 0).sum()) >= SIZE // 2 for batch in batches] == [False, True]
+
+
 def test_a_replay_buffer_alone_is_enough(loader_of):
     replay = ReplayBuffer(cameras=CAMERAS, max_episodes=2, max_bytes=10**9)
     loader = loader_of(replay=replay, prefetch=2)
@@ -417,6 +477,7 @@ def test_wrong_arguments_are_refused(loader_of):
         ({"episodes_per_memory_pool": 0}, "episodes_per_memory_pool is 0"),
         ({"steps_per_memory_pool": 0}, "steps_per_memory_pool is 0"),
         ({"online_fraction": 1.5}, "online_fraction is 1.5"),
+        ({"online_actor_share": 1.0}, "online_actor_share is 1.0"),
         ({"replay_gb": 0.0}, "replay_gb is 0.0"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"seed": -1}, "seed is -1"),

@@ -23,6 +23,7 @@ from pirl.data.transforms import Transform
 from pirl.errors import ConfigError
 from pirl.models.config import MLPFlowConfig
 from pirl.models.mlp import MLPFlow
+from pirl.models.observation import Observation
 from pirl.parallel.sharding import data_sharding, make_mesh
 from pirl.records import Context, Episode, Rollout
 from pirl.rollout.collect import Job
@@ -196,6 +197,32 @@ def test_online_keeps_the_ratio_and_mixes_half_and_half(acting: tuple[OnlineStre
         assert ("online/episodes" in metrics) == due
         assert stream.metrics().keys() == {"time/stall_fraction"}  # of a collection once
     assert origin == [0] * 2 + [4] * 10
+
+
+def test_episodes_may_be_collected_by_the_best_of_several_chunks(tmp_path: Path) -> None:
+    """From the same first states, what the critic says of the plans is higher than that of plain samples."""
+    said = {}
+    for best_of in (1, 8):
+        config = online_run(tmp_path / str(best_of))
+        config = replace(config, rollout=replace(config.rollout, best_of=best_of))
+        agent, transform = build_agent(config), build_transform(config)
+        state = agent.init(jax.random.key(0))
+        with build_acting(config, agent, transform, make_mesh()) as (stream, _):
+            assert isinstance(stream, OnlineStream)
+            batches(stream, ONLINE.start_step + 1, state)
+            replay = stream._replay
+            first = [replay.episode(index) for index in range(len(replay))]
+            states = np.stack([one.state[0] for one in first])
+            plans = np.stack([one.intended[0] for one in first if one.intended is not None])
+            seen = transform.low_dim(states, plans, [""] * len(states))
+            observation = Observation(images={}, image_masks={}, state=jnp.asarray(seen["state"]))
+            values = agent.q_values(state, observation, jnp.asarray(seen["actions"])[:, None]).mean(0)[:, 0]
+            said[best_of] = {tuple(one): float(value) for one, value in zip(states.tolist(), values, strict=True)}
+    assert said[1].keys() == said[8].keys()
+    assert len(said[1]) == ONLINE.episodes
+    higher = [said[8][one] > said[1][one] for one in said[1]]
+    assert np.mean(higher) > 0.5
+    assert np.mean(list(said[8].values())) > np.mean(list(said[1].values()))
 
 
 def test_a_dry_run_needs_no_episode(acting: tuple[OnlineStream, TrainState], tmp_path: Path) -> None:

@@ -92,16 +92,17 @@ class ACRLPD(QChunking):
         return self.sampled(params, context, part.candidate_noise)
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
-        """Move these numbers towards those of this batch; the next step uses them."""
+        """Move these numbers towards those of this batch's imitated rows; the next step uses them."""
         if not self.compares:
             return state.scalars
         c, (low, high) = self.config, self.value_range
         beta, mean = state.scalars["beta"], state.scalars["mean_weight"]
+        seen = aux.flow_loss > 0  # a row that the actor may not imitate costs nothing
         # Where the ensemble only differs by chance, no advantage is to be believed: all count the same.
         ess = 1 - (1 - c.target_ess) * ob.agreement(aux.members.T) if c.heed_agreement else c.target_ess
-        fitted = jnp.clip(ob.fit_beta(aux.advantage, ess, c.weight_cap), 1e-4 * (high - low), high - low)
+        fitted = jnp.clip(ob.fit_beta(aux.advantage, ess, c.weight_cap, seen), 1e-4 * (high - low), high - low)
         new_beta = jnp.exp((1 - BETA_RATE) * jnp.log(beta) + BETA_RATE * jnp.log(fitted))
-        latest = ob.awr_weights(aux.advantage, beta, c.weight_cap).mean()
+        latest = jnp.where(seen.any(), ob.masked_mean(ob.awr_weights(aux.advantage, beta, c.weight_cap), seen), mean)
         new = {"beta": new_beta, "mean_weight": (1 - BETA_RATE) * mean + BETA_RATE * latest}
         if c.scale_by_state:
             typical = jnp.sqrt(jnp.square(aux.spread).mean())
@@ -114,7 +115,7 @@ class ACRLPD(QChunking):
             return {}
         return {
             "actor/advantage": aux.advantage.mean(),
-            "actor/ess": ob.effective_sample_size(aux.weight),
+            "actor/ess": ob.effective_sample_size(aux.weight, aux.flow_loss > 0),
             "actor/beta": state.scalars["beta"],
             "actor/agreement": ob.agreement(aux.members.T),
         }

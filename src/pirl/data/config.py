@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pirl.errors import ConfigError
-from pirl.ranges import Checked, Count, Natural, Positive, Share
+from pirl.ranges import Checked, Count, Decay, Natural, Positive, Share
 
 Boundary = Literal["pad", "drop"]
 """Where an episode ends inside a chunk, the critic learns from the executed part (`pad`) or skips it (`drop`)."""
@@ -82,6 +82,10 @@ class DataConfig(Checked):
     """Share of each batch from the replay buffer, once it has data (RLPD: half)."""
     online_imitated: Imitated = "successes"
     """Which replay chunks the actor imitates. The critic learns from all."""
+    online_actor_share: Decay = 0.0
+    """Share of each batch drawn for the actor alone: replay chunks it may imitate. The critic does not learn from them,
+    so that it sees outcomes as often as they happen. 0: the actor has those of the other rows that it may imitate: few,
+    where `plans` or `successes` are imitated and many steps are executed of each."""
     replay_episodes: Count = 1000
     """Capacity of the replay buffer, in episodes."""
     replay_gb: Positive = 16.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 
 from pirl.data.chunks import bootstrap_rows, choose_donors, chunk_actions, chunk_outcomes, fill_tails
 from pirl.data.config import Boundary
@@ -40,6 +40,8 @@ class Draw:
     """The row it starts at."""
     known: Int[Array, "B"]
     """How many of the critic's steps it knows; the others are lent by another sample."""
+    for_actor: Bool[Array, "B"] | None = None
+    """Which samples are for the actor alone; None: none."""
 
     def by_part(self, samples: Int[Array, "n"]) -> Iterator[tuple[Resident, Int[Array, "m"]]]:
         """The residents that are needed, each with the positions in `samples` it serves."""
@@ -75,6 +77,8 @@ class Gatherer:
         now = dict(self.transform.low_dim(columns.pop("state"), columns.pop("actions"), prompts))
         chunks = now["actions"][:, :h]
         columns |= {"critic_actions": fill_tails(chunks, draw.known, choose_donors(chunks, draw.known))}
+        if draw.for_actor is not None:
+            columns["sequence_mask"] = np.where(draw.for_actor, np.float32(0), columns["sequence_mask"])
         columns, now = ({name: column[mine] for name, column in part.items()} for part in (columns, now))
         next_state, next_rows = columns.pop("next_state"), columns.pop("next_rows")
         batch = ChunkBatch(actions=now.pop("actions"))

@@ -31,7 +31,8 @@ class ACRLPDDataLoader:
     """Endless Q-chunk batches. Use as a context manager: it owns threads.
 
     `source` is the fixed (offline) data, `replay` what a run collects; at least one of them. Once `replay` holds
-    something, `config.online_fraction` of each batch is drawn from it. A batch prepared before an `append` is thrown
+    something, `config.online_fraction` of each batch is drawn from it, after the share that is the actor's alone
+    (`config.online_actor_share`). A batch prepared before an `append` is thrown
     away and drawn again, so what is learned from never depends on how fast the threads are.
 
     With `sharding` batches are global device arrays; the processes' rows follow each other in `host_id`'s order.
@@ -230,19 +231,26 @@ class ACRLPDDataLoader:
         if offline is None and online is None:
             raise DataError("the replay buffer is empty and there is no dataset", hint="collect episodes first")
         share = 0 if online is None else 1 if offline is None else self.config.online_fraction
-        count = round(share * self.batch_size)
-        streams = [(offline, self.batch_size - count), (online, count)]
+        apart = (
+            0 if online is None or not len(online.imitable) else round(self.config.online_actor_share * self.batch_size)
+        )
+        count = round(share * (self.batch_size - apart))
+        streams = [(offline, self.batch_size - apart - count), (online, count)]
         drawn = [(resident, resident.draw(rng, n)) for resident, n in streams if resident is not None and n]
+        if online is not None and apart:
+            drawn.append((online, online.draw_imitable(rng, apart)))
         part = np.repeat(np.arange(len(drawn)), [len(rows) for _, rows in drawn])
         rows = np.concatenate([rows for _, rows in drawn])
         h = self.critic_horizon
         known = np.concatenate([known_steps(resident.table, rows, critic_horizon=h) for resident, rows in drawn])
+        for_actor = np.arange(self.batch_size) >= self.batch_size - apart
         order = rng.permutation(self.batch_size)
         return Draw(
             residents=[resident for resident, _ in drawn],
             part=part[order],
             rows=rows[order],
             known=known[order],
+            for_actor=for_actor[order] if apart else None,
         )
 
 

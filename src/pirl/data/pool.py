@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float, Int, UInt8
@@ -57,6 +58,15 @@ class Resident:
         share = (point - before) / (self.mass[episode] - before)
         lengths = self.table.lengths[episode]
         return self.table.starts[episode] + np.minimum((share * lengths).astype(np.int64), lengths - 1)
+
+    @cached_property
+    def imitable(self) -> Int[Array, "n"]:
+        """Rows that an actor may imitate."""
+        return np.flatnonzero(self.table.imitated)
+
+    def draw_imitable(self, rng: np.random.Generator, count: int) -> Int[Array, "B"]:
+        """Start rows that an actor may imitate, each alike."""
+        return self.imitable[rng.integers(len(self.imitable), size=count)]
 
 
 def copy_frames(
