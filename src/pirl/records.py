@@ -120,12 +120,12 @@ class ChunkBatch(TypedDict, total=False):
     terminals: Float[Array, "B H"]
     """1 from the step on with which the episode ended, for whatever reason."""
     next_terminal: Float[Array, "B"]
-    """1 where the chunk ends in a terminated step: the target is the reward alone."""
+    """1 where the steps that the target counts end in a terminated one: it is the reward alone."""
     sequence_mask: Float[Array, "B"]
     """1 where the critic learns from this sample: with `pad` everywhere but at the very last step of a cut recording,
     with `drop` only full chunks."""
     length: Int[Array, "B"]
-    """L: steps of the critic's chunk the target counts; it bootstraps with discount**L."""
+    """L: steps the target counts, up to `n_step` times the critic's; it bootstraps with discount**L."""
     reward_sum: Float[Array, "B"]
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]

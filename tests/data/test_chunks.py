@@ -130,6 +130,62 @@ def test_outcomes_are_those_of_the_definitions(episodes, horizon, shorter, gamma
         np.testing.assert_array_equal(table.state[followers[row]], episode.state[successor])
 
 
+def n_step_target(episode, t, h, n, gamma, value):
+    """(y, L) of the chunk at t, walking step by step.
+
+    Rewards until the task ends, n·h steps are over or the recording is; then the value of the state that was reached,
+    if it was recorded. None where not one step can be counted.
+    """
+    y, step, end = 0.0, t, segment_end(episode, t)
+    while step < t + n * h:
+        if episode.terminated[step]:
+            return y + gamma ** (step - t) * float(episode.rewards[step]), step - t + 1
+        if step + 1 == end:
+            break  # what came of this action was not recorded
+        y += gamma ** (step - t) * float(episode.rewards[step])
+        step += 1
+    return (y + gamma ** (step - t) * value(episode, step), step - t) if step > t else (None, 0)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    episodes=episode_lists(),
+    horizon=st.integers(1, 5),
+    shorter=st.integers(0, 4),
+    n=st.integers(1, 4),
+    gamma=st.sampled_from([0.5, 0.99, 1.0]),
+)
+def test_targets_over_several_chunks_are_those_of_a_walk(episodes, horizon, shorter, n, gamma):
+    h = max(1, horizon - shorter)
+    table = tabulate(episodes, discount=gamma)
+    rows = np.arange(len(table))
+    batch = chunk_outcomes(table, rows, horizon=horizon, critic_horizon=h, boundary="pad", n_step=n)
+    values = np.random.default_rng(0).normal(size=len(table))
+    followers = bootstrap_rows(table, rows, batch["length"])
+    y = batch["reward_sum"] + gamma ** batch["length"] * (1 - batch["next_terminal"]) * values[followers]
+    where = [(number, t) for number, episode in enumerate(episodes) for t in range(len(episode))]
+    for row, (number, t) in enumerate(where):
+        first = row - t
+        expected, length = n_step_target(episodes[number], t, h, n, gamma, lambda _, step: values[first + step])  # noqa: B023
+        assert batch["length"][row] == length
+        assert batch["sequence_mask"][row] == (expected is not None)
+        if expected is not None:
+            np.testing.assert_allclose(y[row], expected, rtol=1e-5, atol=1e-5)
+    plain = chunk_outcomes(table, rows, horizon=horizon, critic_horizon=h, boundary="pad")
+    for key in ("rewards", "masks", "valid", "terminals", "mc_return"):  # what is not the target's stays
+        np.testing.assert_array_equal(batch[key], plain[key])
+
+
+def test_several_chunks_reach_a_success_that_one_does_not():
+    table = tabulate([make_episode(0, [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1])], discount=0.5)
+    rows = np.arange(6)
+    batch = chunk_outcomes(table, rows, horizon=2, critic_horizon=2, boundary="pad", n_step=2)
+    assert batch["length"].tolist() == [4, 4, 4, 3, 2, 1]
+    assert batch["reward_sum"].tolist() == [0, 0, 0.5**3, 0.25, 0.5, 1]
+    assert batch["next_terminal"].tolist() == [0, 0, 1, 1, 1, 1]
+    assert bootstrap_rows(table, rows, batch["length"])[:2].tolist() == [4, 5]
+
+
 @settings(max_examples=100, deadline=None)
 @given(episodes=episode_lists(), horizon=st.integers(1, 8), boundary=st.sampled_from(["pad", "drop"]))
 def test_a_target_never_reads_beyond_the_end_nor_twice(episodes, horizon, boundary):

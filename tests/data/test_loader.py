@@ -105,14 +105,15 @@ def starts(batch, view="observations"):
     return [(int(p[0, 0, 0]), int(p[0, 0, 1])) for p in np.asarray(batch[view]["image"][CAMERAS[0]])]
 
 
-@pytest.mark.parametrize("boundary", ["pad", "drop"])
-def test_a_batch_holds_what_happened(loader_of, boundary):
+@pytest.mark.parametrize(("boundary", "n_step"), [("pad", 1), ("drop", 1), ("pad", 2)])
+def test_a_batch_holds_what_happened(loader_of, boundary, n_step):
     source = make_source()
-    loader = loader_of(source, boundary=boundary, batch_size=64)
+    loader = loader_of(source, boundary=boundary, n_step=n_step, batch_size=64)
     for _ in range(3):
         batch = loader.sample_batch()
         validate_qchunking_batch_format(batch)
         later = starts(batch, "next_observations")
+        assert batch["length"].max() == n_step * CRITIC
         for i, (number, t) in enumerate(starts(batch)):
             episode = source.episode(number)
             inside = min(HORIZON, len(episode) - t)
@@ -477,6 +478,7 @@ def test_wrong_arguments_are_refused(loader_of):
         ({"episodes_per_memory_pool": 0}, "episodes_per_memory_pool is 0"),
         ({"steps_per_memory_pool": 0}, "steps_per_memory_pool is 0"),
         ({"online_fraction": 1.5}, "online_fraction is 1.5"),
+        ({"n_step": 2, "boundary": "drop"}, "n_step is 2 and boundary is 'drop'"),
         ({"online_actor_share": 1.0}, "online_actor_share is 1.0"),
         ({"replay_gb": 0.0}, "replay_gb is 0.0"),
         ({"prefetch": -1}, "prefetch is -1"),

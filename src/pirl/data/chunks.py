@@ -12,6 +12,10 @@ of the executed prefix. What is lost is the last reward of a cut episode, and it
 target would be the value of the very state being learned, and the sample's `sequence_mask` is 0. (A success that ends
 the episode loses nothing: it needs no s_T.)
 
+With `n_step` n > 1 the target looks further than the critic: h is n · `critic_horizon` in these rules, while the critic
+scores the first `critic_horizon` actions. The rewards behind them are those of the data's actions, so the value is
+partly that of the behaviour in the data: biased where the policy has left it.
+
 `drop` (Q-chunking's own rule, for reproduction). R_j, M_j, T_j and valid_j at index h-1; a chunk that crosses the end
 gives the critic nothing, and rewards after a success in mid-episode still count. Q-chunking stores s_T; we do not,
 so the one chunk that ends exactly on a cut gives nothing either.
@@ -116,25 +120,31 @@ def tabulate(episodes: Sequence[Episode], *, discount: float, imitated: Imitated
 
 
 def chunk_outcomes(
-    table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int, critic_horizon: int, boundary: Boundary
+    table: EpisodeTable,
+    rows: Int[Array, "B"],
+    *,
+    horizon: int,
+    critic_horizon: int,
+    boundary: Boundary,
+    n_step: int = 1,
 ) -> ChunkBatch:
-    """Everything of a batch that is neither observation nor action; the module's docstring has the two rules."""
-    steps = np.arange(horizon)
+    """Everything of a batch that is neither observation nor action; the module's docstring has the rules."""
+    steps, ahead = np.arange(horizon), n_step * critic_horizon
     remaining = table.end[rows] - rows
     to_terminated = table.terminated_at[rows] - rows
     inside = steps < remaining[:, None]
-    rewards = np.where(inside, table.rewards[_inside(table, rows, horizon)], np.float32(0))
-    next_terminal = to_terminated < critic_horizon
+    rewards = table.rewards[_inside(table, rows, max(horizon, ahead))]
+    next_terminal = to_terminated < ahead
     if boundary == "pad":
-        length = np.where(next_terminal, to_terminated + 1, np.minimum(critic_horizon, remaining - 1))
+        length = np.where(next_terminal, to_terminated + 1, np.minimum(ahead, remaining - 1))
         learns = length > 0
     else:
-        length = np.minimum(critic_horizon, remaining)
-        learns = (remaining > critic_horizon) | ((remaining == critic_horizon) & next_terminal)
-    discounts = table.discount ** np.arange(critic_horizon)
-    counted = rewards[:, :critic_horizon] * (steps[:critic_horizon] < length[:, None])
+        length = np.minimum(ahead, remaining)
+        learns = (remaining > ahead) | ((remaining == ahead) & next_terminal)
+    discounts = table.discount ** np.arange(ahead)
+    counted = np.where(np.arange(ahead) < length[:, None], rewards[:, :ahead], np.float32(0))
     return ChunkBatch(
-        rewards=rewards,
+        rewards=np.where(inside, rewards[:, :horizon], np.float32(0)),
         masks=(steps < to_terminated[:, None]).astype(np.float32),
         valid=(inside & table.imitated[rows][:, None]).astype(np.float32),
         terminals=(steps >= remaining[:, None] - 1).astype(np.float32),

@@ -72,6 +72,11 @@ class DataConfig(Checked):
     """Where an episode ends inside a chunk, the critic learns from the executed part (pad) or skips it (drop)."""
     critic_horizon: Count | None = None
     """Steps the critic scores, usually the steps executed before replanning. None: the whole chunk."""
+    n_step: Count = 1
+    """Critic horizons that a target counts before it bootstraps: y = Σ_{l<L} γ^l r_l + γ^L V(s_{t+L}), L up to
+    n_step · critic_horizon. Values travel n times as far per update, but what follows the scored chunk is what the data
+    did, not what the policy would do: above 1 targets are biased towards the behaviour in the data, more so the further
+    the policy is from it."""
     episodes_per_memory_pool: Count | None = 64
     """Episodes per memory pool (cache pool); memory holds twice as many."""
     steps_per_memory_pool: Count = 500
@@ -120,6 +125,8 @@ class DataConfig(Checked):
             )
         if not (0 <= self.held_out <= 0.5 or self.held_out >= 1) or (self.held_out % 1 and self.held_out > 1):
             refuse(f"held_out is {self.held_out:g}", "a share up to 0.5, a whole number of episodes per outcome, or 0")
+        if self.n_step > 1 and self.boundary == "drop":
+            refuse(f"n_step is {self.n_step} and boundary is 'drop'", "Q-chunking's rule counts one chunk: n_step 1")
         if self.cache == "pool" and self.episodes_per_memory_pool is None:
             refuse("cache is 'pool' without episodes_per_memory_pool", "say how many episodes a pool has")
 

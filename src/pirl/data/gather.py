@@ -63,6 +63,8 @@ class Gatherer:
     """Steps of the critic's, from the same rows."""
     boundary: Boundary
     """What a chunk holds beyond the end of its episode."""
+    n_step: int = 1
+    """How many critic horizons a target counts."""
     next_observations: bool
     """Whether samples have the observation that the critic bootstraps from."""
     mine: Int[Array, "n"]
@@ -107,6 +109,7 @@ class Gatherer:
                 horizon=self.horizon,
                 critic_horizon=self.critic_horizon,
                 boundary=self.boundary,
+                n_step=self.n_step,
             )
             next_rows = bootstrap_rows(table, rows, outcomes["length"])
             found: dict[str, Any] = {

@@ -79,6 +79,7 @@ class ACRLPDDataLoader:
             horizon=horizon,
             critic_horizon=self.critic_horizon,
             boundary=config.boundary,
+            n_step=config.n_step,
             next_observations=next_observations,
             mine=np.arange(batch_size).reshape(host_count, -1)[host_id],
         )
