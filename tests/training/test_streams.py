@@ -132,6 +132,35 @@ def test_rows_of_groups_with_their_advantages(pool: LocalPool, tmp_path: Path) -
     assert [job.number for job in collector.asked[8:]] == list(range(8, 16))
 
 
+class Brief(Scripted):
+    """Successes are over after one plan, failures take two."""
+
+    def collect(self, jobs: list[Job], weights: Any, stop: Any, say: Any) -> dict[int, Rollout]:
+        found = super().collect(jobs, weights, stop, say)
+        return {number: _first_plan(one) if one.episode.success else one for number, one in found.items()}
+
+
+def _first_plan(rollout: Rollout) -> Rollout:
+    names = ("state", "actions", "rewards", "terminated", "truncated", "intended")
+    columns = {name: getattr(rollout.episode, name)[2:] for name in names}  # the end is what makes it a success
+    return replace(rollout, episode=replace(rollout.episode, **columns), starts=np.array([0]))
+
+
+@pytest.mark.parametrize("weigh", ["rows", "rollouts"])
+def test_long_failures_count_as_told(pool: LocalPool, tmp_path: Path, weigh: str) -> None:
+    """Half of the rollouts fail and have two rows for each of the others': two thirds of the weight, or half of it."""
+    stream, _ = groups(pool, tmp_path, every_other, epochs=1, drift_limit=None, weigh=weigh)
+    stream._collector = Brief(pool, tmp_path, every_other)
+    stream._batch_size = 4
+    found = batches(stream)
+    number = np.concatenate([batch["observations"]["state"][:, 0] for batch in found])
+    weight = np.concatenate([batch["weight"] for batch in found])
+    assert len(weight) == 12
+    assert weight.sum() == pytest.approx(12)
+    lost = weight[number % 2 == 1].sum() / weight.sum()
+    assert lost == pytest.approx(2 / 3 if weigh == "rows" else 1 / 2)
+
+
 def test_groups_that_tell_nothing_are_replaced(pool: LocalPool, tmp_path: Path) -> None:
     """The first is all success, the second all failure, the third is incomplete; two more are enough."""
     told = {0: [True] * 4, 1: [False] * 4, 2: [True, None, False, True]}
