@@ -9,9 +9,10 @@
 trained. The critic reads the state and scores the 5 actions that OpenPI's client executes before replanning. The
 discount is 1 - 1/500: the longest episodes have 520 steps, and a success there is still worth 0.35 at the start. Ten
 critics with LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss). They see actions up to ±2: quantiles
-put 98 % of the data within ±1, and a Gaussian's 4 standard deviations at 1.7. They train for 6,500 steps before the
-actor follows: a value moves back by one chunk in 1/τ = 200 updates, and a demonstration has 32 chunks on average. One
-episode in ten of each outcome is held out to measure on.
+put 98 % of the data within ±1, and a Gaussian's 4 standard deviations at 1.7. They learn the observed returns for 2,000
+steps (the tabletop's critic ranked states after 1,600) and then what choosing better chunks would give. The actor
+follows after 6,500: a value moves back by one chunk in 1/τ = 200 updates, and a demonstration has 32 chunks on average.
+One episode in ten of each outcome is held out to measure on.
 
 The dataset physical-intelligence/libero holds only successful demonstrations: from them the critic learns which path is
 shorter, not what fails. Add rollouts with outcomes (a column next.success). Copy the checkpoint's statistics from its
@@ -48,7 +49,7 @@ _DATA = DataConfig(
     repo_ids=("physical-intelligence/libero",), robot="libero", outcome="sparse_success", critic_horizon=5
 )
 
-_AGENT = ACRLPDConfig(discount=0.998, num_action_samples=8, actor_warmup_steps=6500)
+_AGENT = ACRLPDConfig(discount=0.998, num_action_samples=8, mc_steps=2000, actor_warmup_steps=6500)
 
 _ACRLPD = RLTrainConfig(
     name="acrlpd_libero",
