@@ -10,6 +10,7 @@ import pytest
 
 from pirl.data.dataset import LeRobotSource
 from pirl.data.fit import Expected, clip_warnings, discount_warnings, fit_problems, median_length
+from pirl.data.inspection import inspect_dataset
 from pirl.data.normalize import NormStats, normalize
 from pirl.data.robots import Robot, make_robot
 from pirl.data.writer import LeRobotWriter
@@ -70,10 +71,13 @@ def test_a_discount_that_looks_far_beyond_the_end_is_said() -> None:
 
 def test_the_median_is_of_successes_where_there_are_any(tmp_path: Path) -> None:
     mixed = write(tmp_path / "a", [sparse(4), sparse(6), *[sparse(30, success=False)] * 3])
-    assert median_length([mixed]) == 5
+    found = inspect_dataset(mixed.meta.root)
+    assert found.steps == 5
+    assert "a discount that fits: 0.8 (1 - 1/N for a median of 5 steps)" in str(found)
     lost = write(tmp_path / "b", [sparse(30, success=False)])
-    assert median_length([lost]) == 30
-    assert median_length([mixed, lost]) == 5
+    assert median_length(lost.lengths, [False]) == 30
+    (said,) = fit_problems([mixed, lost], Expected(discount=0.5, rewards=None, once=False))
+    assert "a median episode of 5 steps" in str(said)
 
 
 def test_rewards_beyond_the_range_are_refused_by_file_and_episode(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pirl.data.dataset import LeRobotSource
 from pirl.data.normalize import NormStats, normalize
@@ -41,19 +41,25 @@ def fit_problems(sources: Sequence[LeRobotSource], expected: Expected) -> Iterat
     for source in sources:
         yield from _reward_problems(source, expected)
     if sources:
-        yield from discount_warnings(expected.discount, median_length(sources))
+        lengths = np.concatenate([source.lengths for source in sources])
+        success = [outcome.success for source in sources for outcome in source.outcomes]
+        yield from discount_warnings(expected.discount, median_length(lengths, success))
 
 
-def median_length(sources: Sequence[LeRobotSource]) -> float:
+def median_length(lengths: Int[Array, "E"], success: Sequence[bool | None]) -> float:
     """Steps of a median success; of a median episode where nothing is known to have succeeded."""
-    lengths = np.concatenate([source.lengths for source in sources])
-    won = np.array([outcome.success is True for source in sources for outcome in source.outcomes])
+    won = np.array([outcome is True for outcome in success])
     return float(np.median(lengths[won] if won.any() else lengths))
+
+
+def fitting_discount(steps: float) -> float:
+    """1 - 1/N: a success is worth about 1/e at the start of N steps."""
+    return 1 - 1 / max(steps, 2.0)
 
 
 def discount_warnings(discount: float, steps: float) -> Iterator[PirlWarning]:
     """A success at the end of so many steps that is worth next to nothing at the start, or a horizon far beyond."""
-    worth, ahead, fits = discount**steps, 1 / (1 - discount), 1 - 1 / max(steps, 2.0)
+    worth, ahead, fits = discount**steps, 1 / (1 - discount), fitting_discount(steps)
     advice = f"Try --agent.discount {fits:.4g}, which leaves {fits**steps:.2f} of it"
     if worth < FAINT:
         yield PirlWarning(

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 from pirl.data import journal, labels, lerobot, outcomes, video
 from pirl.data.cache import format_bytes
 from pirl.data.dataset import MODEL_SIZE, read_interventions, read_outcomes, read_tasks
+from pirl.data.fit import fitting_discount, median_length
 from pirl.data.outcomes import OutcomeRule
 from pirl.data.rows import read_dataset
 from pirl.data.schema import Feature
@@ -55,6 +56,11 @@ class Inspection:
     decoded_bytes: int
     """Size of all frames, decoded to the model's size."""
 
+    @property
+    def steps(self) -> float:
+        """Of a median success; of a median episode where nothing is known to have succeeded."""
+        return median_length(self.lengths, self.success)
+
     def __str__(self) -> str:
         frames = int(self.lengths.sum())
         stored, decoded = format_bytes(self.stored_bytes), format_bytes(self.decoded_bytes)
@@ -72,6 +78,8 @@ class Inspection:
                 f"cameras: {', '.join(self.cameras) or 'none'}",
                 *([self.labels] if self.labels else []),
                 self.outcomes,
+                f"a discount that fits: {fitting_discount(self.steps):.4g} "
+                f"(1 - 1/N for a median of {self.steps:.0f} steps)",
                 *([self.interventions] if self.interventions else []),
                 f"{stored} on disk, {decoded} decoded for a model that sees {MODEL_SIZE}x{MODEL_SIZE}",
             ]
