@@ -9,10 +9,11 @@
 trained. The critic reads the state and scores the 5 actions that OpenPI's client executes before replanning. The
 discount is 1 - 1/500: the longest episodes have 520 steps, and a success there is still worth 0.35 at the start. Ten
 critics with LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss). They see actions up to ±2: quantiles
-put 98 % of the data within ±1, and a Gaussian's 4 standard deviations at 1.7. They learn the observed returns for 2,000
-steps (the tabletop's critic ranked states after 1,600) and then what choosing better chunks would give. The actor
-follows after 6,500: a value moves back by one chunk in 1/τ = 200 updates, and a demonstration has 32 chunks on average.
-One episode in ten of each outcome is held out to measure on.
+put 98 % of the data within ±1, and a Gaussian's 4 standard deviations at 1.7. For 2,000 steps they learn the observed
+returns, then bootstrapped ones: by bootstrapping alone a success moves back by one chunk in 1/τ = 200 updates, and
+would need 6,400 for the 32 chunks of an average demonstration. The actor imitates until their ranking of held-out
+episodes correlates 0.3 with the returns, and follows them less where they disagree. One episode in ten of each outcome
+is held out to measure on.
 
 The dataset physical-intelligence/libero holds only successful demonstrations: from them the critic learns which path is
 shorter, not what fails. Add rollouts with outcomes (a column next.success). Copy the checkpoint's statistics from its
@@ -49,7 +50,9 @@ _DATA = DataConfig(
     repo_ids=("physical-intelligence/libero",), robot="libero", outcome="sparse_success", critic_horizon=5
 )
 
-_AGENT = ACRLPDConfig(discount=0.998, num_action_samples=8, mc_steps=2000, actor_warmup_steps=6500)
+_AGENT = ACRLPDConfig(
+    discount=0.998, num_action_samples=8, mc_steps=2000, actor_warmup_steps=2000, gate=0.3, heed_agreement=True
+)
 
 _ACRLPD = RLTrainConfig(
     name="acrlpd_libero",
