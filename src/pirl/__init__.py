@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from pirl.training.acting import open_checkpoint
     from pirl.training.build import build_pool
     from pirl.training.config import CheckpointConfig, ConstantSchedule, CosineSchedule
-    from pirl.training.loop import train
+    from pirl.training.recovery import train
 
 _NAMES = {
     # Train.
-    "train": "pirl.training.loop",
+    "train": "pirl.training.recovery",
     "get_config": "pirl.recipes",
     "list_configs": "pirl.recipes",
     "RLTrainConfig": "pirl.config",

@@ -30,6 +30,7 @@ from pirl.training.config import (
     HeldOutConfig,
     MeshConfig,
     Optimizer,
+    RecoveryConfig,
     Schedule,
 )
 
@@ -150,6 +151,8 @@ class RLTrainConfig(Checked):
     """Early stopping. None: train all steps."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     """Warns about stalls, dead gradients, collapsing success, growing memory and a full disk."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """Going back to the last checkpoint, and on with less, after divergence or when a device's memory ran out."""
     debug_nans: bool = False
     """Stop at the operation that produces the first NaN (jax_debug_nans). Slow."""
     log_memory: bool = False

@@ -17,11 +17,11 @@ Calls = list[tuple[RLTrainConfig, dict[str, bool]]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What `pirl.training.loop.train` was called with."""
+    """What `pirl.training.recovery.train` was called with."""
     made: Calls = []
-    loop = ModuleType("pirl.training.loop")
-    vars(loop).update(train=lambda config, **modes: made.append((config, modes)) or 0)
-    monkeypatch.setitem(sys.modules, "pirl.training.loop", loop)
+    recovery = ModuleType("pirl.training.recovery")
+    vars(recovery).update(train=lambda config, **modes: made.append((config, modes)) or 0)
+    monkeypatch.setitem(sys.modules, "pirl.training.recovery", recovery)
     return made
 
 

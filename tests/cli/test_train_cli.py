@@ -23,16 +23,16 @@ LIBERO = recipes.get_config("acrlpd_libero")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RLTrainConfig, dict[str, bool]]]:
-    """What `pirl.training.loop.train` was called with; it answers 7."""
+    """What `pirl.training.recovery.train` was called with; it answers 7."""
     made: list[tuple[RLTrainConfig, dict[str, bool]]] = []
 
     def train(config: RLTrainConfig, **modes: bool) -> int:
         made.append((config, modes))
         return 7
 
-    loop = ModuleType("pirl.training.loop")
-    vars(loop).update(train=train)
-    monkeypatch.setitem(sys.modules, "pirl.training.loop", loop)
+    recovery = ModuleType("pirl.training.recovery")
+    vars(recovery).update(train=train)
+    monkeypatch.setitem(sys.modules, "pirl.training.recovery", recovery)
     return made
 
 

@@ -10,7 +10,7 @@ from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, HANDOVER_FILE, PARAMS_ITEM, 
 
 RUN_FILES = (
     *("metadata.json", ".lock", "config.yaml", "metrics.jsonl", "metrics.csv", "first_batch.png"),
-    *("report.html", "eval.json", "filmstrip.png", "held_out.json"),
+    *("report.html", "eval.json", "filmstrip.png", "held_out.json", "recoveries.json"),
 )
 RUN_FOLDERS = ("replay", "rollouts", "evaluations", "compared_with", "tensorboard", "wandb")
 STEP_NAMES = frozenset(
@@ -23,7 +23,7 @@ EXPORT_NAMES = frozenset(
 _RUN = "|".join(map(re.escape, (*RUN_FILES, *RUN_FOLDERS)))
 _IN_RUN = re.compile(
     rf"({_RUN})(\.partial)?|\.({_RUN})\.[0-9a-f]+(\.partial|\.tmp(\.\w+)?)?|(success|failure)-\d+\.mp4|\.(\d+|{_RUN})\.deleted"
-    r"|\d+\.orbax-checkpoint-tmp.*"
+    r"|\d+\.orbax-checkpoint-tmp.*|\d+\.diverged-\d+"
 )
 """What a run's folder holds beside its steps, with what a process that was killed leaves there."""
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         modes.error("--resume goes on with the run that is there, --overwrite deletes it: choose one")
     config, resume = _config(args.recipe, settings, resume=args.resume, overwrite=args.overwrite)
 
-    from pirl.training.loop import train
+    from pirl.training.recovery import train
 
     if auto:
         return train(config, resume=resume, fresh_if_missing=True, dry_run=args.dry_run)

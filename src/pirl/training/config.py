@@ -3,11 +3,11 @@
 A new optimizer or schedule is one dataclass here and one function registered for it in `optim.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pirl.errors import ConfigError
-from pirl.ranges import Checked, Count, Decay, Natural, NotNegative, Positive
+from pirl.ranges import Checked, Count, Decay, Inside, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,12 @@ class ConstantSchedule(Checked):
 
 Schedule = CosineSchedule | RsqrtSchedule | ConstantSchedule
 """How the learning rate goes over the steps."""
+
+
+def slower(schedule: Schedule, factor: float) -> Schedule:
+    """The same schedule with all its learning rates times a factor."""
+    rates = {name: getattr(schedule, name) for name in ("lr", "peak_lr", "decay_lr") if hasattr(schedule, name)}
+    return replace(schedule, **{name: factor * rate for name, rate in rates.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,16 @@ class CheckpointConfig(Checked):
     """Also keep the best ones by a metric."""
     async_save: bool = True
     """Write while training goes on; the step waits only until the arrays are copied to host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig(Checked):
+    """Going on by itself where training diverged or a device's memory ran out: from the last checkpoint, with less."""
+
+    attempts: Natural = 3
+    """How often one run may go back. 0: never; the run ends with the error."""
+    learning_rate: Inside = 0.5
+    """After divergence, learning rates are multiplied by this."""
 
 
 @dataclass(frozen=True, kw_only=True)

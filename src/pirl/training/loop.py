@@ -1,7 +1,7 @@
 """The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +27,7 @@ from pirl.planning.flops import update_flops
 from pirl.planning.memory import GPUMemoryMonitor
 from pirl.planning.plan import batch_shapes, with_choices
 from pirl.rollout.collect import CollectionStoppedError
-from pirl.training import preflight
+from pirl.training import preflight, recovered
 from pirl.training.build import build_acting, build_transform, load_policy
 from pirl.training.dry_run import describe_run
 from pirl.training.early_stop import Patience
@@ -38,6 +38,7 @@ from pirl.training.interrupt import stop_on_signal
 from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
 from pirl.training.pictures import save_camera_grid
 from pirl.training.progress import Progress
+from pirl.training.recovered import Recovery
 from pirl.training.sinks import RunInfo
 from pirl.training.step import Step
 from pirl.training.streams import Stream
@@ -45,7 +46,15 @@ from pirl.training.watchdog import Watchdog
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "tracking", "checkpoint", "mesh", "early_stop"),
-    *("debug_nans", "log_memory", "watchdog", "rollout.backend", "rollout.num_workers", "rollout.worker_timeout"),
+    *(
+        "recovery",
+        "debug_nans",
+        "log_memory",
+        "watchdog",
+        "rollout.backend",
+        "rollout.num_workers",
+        "rollout.worker_timeout",
+    ),
     "rollout.worker_start_timeout",
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
@@ -84,20 +93,24 @@ def train(
         if not config.debug_nans:  # compile while data and weights are read
             update.prepare(shapes, batch_shapes(agent, config.batch_sizes), train_key)
         stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh, eval_fn))
+        gone_back = recovered.read(config.run_dir) if resume else ()
         going_on = prepare_directory(config.run_dir, **modes)
         if going_on:  # before anything in the folder is changed
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
                 check_compatible(saved.metadata().get("config", {}), to_dict(config), ignore=EXPECTED_CHANGES)
+        elif distributed.is_main():
+            recovered.write(config.run_dir, gone_back)  # the folder may have been emptied
         assets = {named_asset(config.data, config.robot) or config.robot.name: transform.norm_stats or {}}
-        with Checkpoints(
-            config.run_dir, config.checkpoint, run=run_metadata(to_dict(config)), norm_stats=assets
-        ) as checkpoints:
+        about = run_metadata(to_dict(config)) | {"recoveries": [asdict(one) for one in gone_back]}
+        with Checkpoints(config.run_dir, config.checkpoint, run=about, norm_stats=assets) as checkpoints:
             if going_on:
                 state, extra = checkpoints.restore(shapes), checkpoints.extra()
-                stream.restore(extra["stream"])
             else:
                 state, extra = initial_state(config, agent, mesh, shapes, init_key), {}
-            return run(config, agent, update, update.shared(state), stream, checkpoints, train_key, extra, evaluator)
+            if going_on or gone_back:
+                stream.restore(recovered.beyond(extra.get("stream") or stream.state(), gone_back))
+            state = update.shared(state)
+            return run(config, agent, update, state, stream, checkpoints, train_key, extra, evaluator, gone_back)
 
 
 def run(
@@ -110,6 +123,7 @@ def run(
     key: jax.Array,
     extra: dict[str, Any],
     evaluator: Evaluations | None = None,
+    gone_back: Sequence[Recovery] = (),
 ) -> int:
     """Update until the steps are done, patience ends, or somebody asks to stop; then leave a checkpoint."""
     start, total, is_main = int(extra.get("step", 0)), config.num_train_steps, distributed.is_main()
@@ -162,7 +176,8 @@ def run(
             except EnvError:  # nor here: the environments are broken, not what was learned in them
                 save(step - 1, None)
                 raise
-            values = log.log(step, stream.metrics(), updates=updates, last=step == total)
+            own = stream.metrics() | ({recovered.METRIC: len(gone_back)} if gone_back else {})
+            values = log.log(step, own, updates=updates, last=step == total)
             if values is not None:
                 check_finite(values, step=step)
                 if config.log_memory:
@@ -193,7 +208,7 @@ def run(
         checkpoints.wait()
         stream.prune(kept["stream"] for kept in checkpoints.extras())
     if is_main and (said := summary(config, checkpoints, start=start, step=step, seconds=time.monotonic() - began)):
-        print(said)
+        print("\n".join([said, *map(str, gone_back)]))
     if is_main and config.log_memory:
         Console(stderr=True).print(memory.report(), markup=False)
     if is_main and ending:

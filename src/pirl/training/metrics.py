@@ -39,20 +39,25 @@ PEAK_FLOPS = {
 class DivergedError(PirlError):
     """A metric is no longer a number: going on would only spoil the checkpoints."""
 
+    def __init__(self, message: str, *, hint: str = "", step: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
+        """The step after which it was noticed."""
+
 
 def check_finite(values: Mapping[str, float | Sequence[float]], *, step: int) -> None:
     """Raise if any value, or one of several of a metric, is NaN or infinite, naming the step and the metrics."""
     found = {name: [v for v in np.ravel(value).tolist() if not math.isfinite(v)] for name, value in values.items()}
     bad = ", ".join(f"{name} = {wrong[0]}" for name, wrong in sorted(found.items()) if wrong)
     if bad:
-        raise _diverged(f"at step {step} {bad}, where a finite number was expected")
+        raise _diverged(f"at step {step} {bad}, where a finite number was expected", step)
 
 
 def check_state(state: Any, *, step: int) -> None:
     """Raise if a number of the training state is NaN or infinite; its metrics speak of the state before the update."""
     finite = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(state)))
     if bad := [jax.tree_util.keystr(path, simple=True, separator="/") for path, whole in finite if not whole]:
-        raise _diverged(f"after step {step} {len(bad)} of {len(finite)} arrays are not finite\n{listing(bad)}")
+        raise _diverged(f"after step {step} {len(bad)} of {len(finite)} arrays are not finite\n{listing(bad)}", step)
 
 
 @jax.jit
@@ -60,11 +65,12 @@ def _finite(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
 
 
-def _diverged(how: str) -> DivergedError:
+def _diverged(how: str, step: int) -> DivergedError:
     return DivergedError(
         f"training diverged: {how}",
         hint="go on from the last checkpoint with a smaller learning rate or stronger gradient clipping; "
         "--debug-nans finds the operation",
+        step=step,
     )
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -64,7 +65,11 @@ def _lifeline() -> tuple[int, int]:
 
 
 def train_words(file: Path, config: RLTrainConfig) -> list[str]:
-    """The command that starts or resumes a run; its configuration is written to `file`."""
+    """The command that starts or resumes a run; its configuration is written to `file`.
+
+    A run that diverges fails: with another learning rate than the one it is to try, it would be worth nothing.
+    """
+    config = replace(config, recovery=replace(config.recovery, attempts=0))
     run, words = config.run_dir, ["train", str(write_yaml(file, config, overwrite=True))]
     if not run.is_dir():
         return words

@@ -1,0 +1,110 @@
+"""What a run gave up to go on: where it went back, why, with which settings and without which batches.
+
+The file lies in the run's folder and outlives checkpoints, so that whoever goes on with the run goes on with less, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pirl.checkpoints.ocdbt import read_json
+from pirl.config import RLTrainConfig
+from pirl.config_io import Change, diff, from_dict, to_dict
+from pirl.errors import CheckpointError
+from pirl.files import json_text, write_text
+
+FILE = "recoveries.json"
+METRIC = "recovery/times"
+"""How often the run has gone back so far; logged once it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """One time that a run went back."""
+
+    kind: Literal["diverged", "memory"]
+    """What made it go back."""
+    reason: str
+    """What had happened."""
+    back_to: int
+    """The step it went back to."""
+    changes: Mapping[str, tuple[Any, Any]]
+    """Setting (dotted) -> what it was, what it is since."""
+    skipped: tuple[int, int] = (0, 0)
+    """Batches of the dataset that are left out: from, up to but without."""
+
+    def __str__(self) -> str:
+        first, end = self.skipped
+        given_up = [f"{path} {old} -> {new}" for path, (old, new) in self.changes.items()]
+        given_up += [f"{end - first} batch(es) left out"] if end > first else []
+        return f"back to step {self.back_to} ({self.reason}): {', '.join(given_up)}"
+
+
+def read(folder: Path) -> tuple[Recovery, ...]:
+    """All of a run, oldest first; none where it never went back."""
+    file = folder / FILE
+    if not file.is_file():
+        return ()
+    try:
+        return tuple(_recovery(**one) for one in read_json(file)["recoveries"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {type(error).__name__}: {error}",
+            hint="without it the run goes on with the settings it is given, and with every batch",
+        ) from error
+
+
+def write(folder: Path, recoveries: Sequence[Recovery]) -> None:
+    """Keep them, if there are any."""
+    if recoveries:
+        write_text(folder / FILE, json_text({"recoveries": [asdict(one) for one in recoveries]}))
+
+
+def remembered(config: RLTrainConfig, recoveries: Sequence[Recovery]) -> RLTrainConfig:
+    """The configuration with what was given up; a setting that was changed since stays as it is."""
+    for one in recoveries:
+        now = to_dict(config)
+        config = with_settings(config, {path: new for path, (old, new) in one.changes.items() if _at(now, path) == old})
+    return config
+
+
+def changes_between(before: RLTrainConfig, after: RLTrainConfig) -> dict[str, tuple[Any, Any]]:
+    """What `Recovery.changes` holds."""
+    found: list[Change] = diff(before, after)
+    return {path: (old, new) for path, old, new in found}
+
+
+def with_settings(config: RLTrainConfig, settings: Mapping[str, Any]) -> RLTrainConfig:
+    """The configuration with other values, by dotted path."""
+    changed: dict[str, Any] = {}
+    for path, value in settings.items():
+        *parents, name = path.split(".")
+        place = changed
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = value
+    return from_dict(RLTrainConfig, changed, base=config)
+
+
+def beyond(position: Mapping[str, Any], recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """A stream's position, moved past the batches that are left out."""
+    if "data" not in position:
+        return dict(position)
+    step = int(position["data"]["step"])
+    while ends := [end for first, end in (one.skipped for one in recoveries) if first <= step < end]:
+        step = max(ends)
+    return {**position, "data": {**position["data"], "step": step}}
+
+
+def _recovery(*, changes: Mapping[str, Sequence[Any]], skipped: Sequence[int], **rest: Any) -> Recovery:
+    """From JSON, which knows no pairs."""
+    pairs = {path: (old, new) for path, (old, new) in changes.items()}
+    first, end = skipped
+    return Recovery(changes=pairs, skipped=(int(first), int(end)), **rest)
+
+
+def _at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree

@@ -1,0 +1,159 @@
+"""Training that goes on by itself: after divergence, or out of memory, from the last checkpoint and with less.
+
+Diverged (a metric or a weight is not a number): learning rates are lowered, and the batches between that checkpoint and
+the step that noticed are left out. A checkpoint from which this happens twice is set aside for the one before it. Out
+of memory: more parts per batch, more rematerialisation. At most `recovery.attempts` times in a run, each time with a
+warning; `recoveries.json`, the metric `recovery/times`, every later checkpoint's metadata and the summary say so. A run
+that never goes back is what it would be without this.
+"""
+
+import gc
+import os
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from pirl.checkpoints.checksums import read_extra
+from pirl.checkpoints.run_directory import complete_steps
+from pirl.config import RLTrainConfig
+from pirl.errors import PirlError, PirlWarning
+from pirl.models.config import Pi0Config
+from pirl.planning.plan import with_choices
+from pirl.training import loop, recovered
+from pirl.training.config import slower
+from pirl.training.eval_fn import EvalFn
+from pirl.training.metrics import DivergedError
+from pirl.training.recovered import Recovery
+
+
+class OutOfMemoryError(PirlError):
+    """A device's memory ran out, and nothing is left to go on with less."""
+
+
+def train(
+    config: RLTrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    fresh_if_missing: bool = False,
+    dry_run: bool = False,
+    eval_fn: EvalFn | None = None,
+) -> int:
+    """`loop.train`, again from the last checkpoint where it diverges or runs out of memory; the same arguments."""
+    if resume:
+        config = _as_it_was(config)
+    modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
+    while True:
+        try:
+            return loop.train(config, dry_run=dry_run, eval_fn=eval_fn, **modes)
+        except DivergedError as error:
+            if not _may_go_back(config):
+                raise
+            config = _go_back(config, _slower(config, error))
+        except JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            found = _lighter(config, error) if _may_go_back(config) and not dry_run else None
+            if found is None:
+                raise OutOfMemoryError(
+                    f"out of memory: {_first_line(error)}",
+                    hint=f"`pirl plan {config.name}` says what fits: a smaller batch, more devices (--mesh.fsdp), "
+                    "--agent.accumulate N, --model.remat full, fewer trainable weights (--freeze)",
+                ) from error
+            config = _go_back(config, found)
+        modes = {"resume": True, "fresh_if_missing": True}
+        gc.collect()  # the arrays of the attempt that failed
+
+
+def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
+    """What the run gave up before stays given up."""
+    known = recovered.read(config.run_dir)
+    again = recovered.remembered(config, known)
+    if changes := recovered.changes_between(config, again):
+        told = ", ".join(f"{path} {old} -> {new}" for path, (old, new) in changes.items())
+        message = f"{config.run_dir} went back {len(known)} time(s) and goes on with less: {told}"
+        warnings.warn(f"{message} ({recovered.FILE} says why)", PirlWarning, stacklevel=3)
+    return again
+
+
+def _may_go_back(config: RLTrainConfig) -> bool:
+    """Is there a time left? Several processes do not: one of them may not know yet."""
+    return jax.process_count() == 1 and len(recovered.read(config.run_dir)) < config.recovery.attempts
+
+
+def _slower(config: RLTrainConfig, error: DivergedError) -> tuple[RLTrainConfig, Recovery]:
+    """Lower learning rates, and other batches than those since the last checkpoint."""
+    factor = config.recovery.learning_rate
+    changed = replace(config, policy_schedule=slower(config.policy_schedule, factor))
+    if config.has_critic:
+        changed = replace(changed, critic_schedule=slower(config.critic_schedule, factor))
+    _set_suspect_aside(config)
+    step, skipped = _last_step(config), (0, 0)
+    if config.agent.groups is None:  # others learn from rollouts of their own, which other weights will change
+        first = _next_batch(config)
+        skipped = first, first + error.step - step
+    return changed, Recovery(
+        kind="diverged",
+        reason=error.message.splitlines()[0],
+        back_to=step,
+        changes=recovered.changes_between(config, changed),
+        skipped=skipped,
+    )
+
+
+def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConfig, Recovery] | None:
+    """Twice as many parts first, as long as the batch has them; then all of rematerialisation, then more parts."""
+    model, agent, share = with_choices(config).model, config.agent, config.batch_size // jax.device_count()
+    parts = next((n for n in range(agent.accumulate + 1, share + 1) if share % n == 0), None)
+    if isinstance(model, Pi0Config) and model.remat != "full" and (agent.accumulate > 1 or parts is None):
+        model = replace(model, remat="full")
+    elif parts is not None:
+        agent = replace(agent, accumulate=parts)
+    else:
+        return None
+    changed = replace(config, model=model, agent=agent)
+    return changed, Recovery(
+        kind="memory",
+        reason=f"out of memory: {_first_line(error)}",
+        back_to=_last_step(config),
+        changes=recovered.changes_between(config, changed),
+    )
+
+
+def _go_back(config: RLTrainConfig, found: tuple[RLTrainConfig, Recovery]) -> RLTrainConfig:
+    """Write down what is given up, say it, and return the configuration to go on with."""
+    changed, new = found
+    known = (*recovered.read(config.run_dir), new)
+    recovered.write(config.run_dir, known)
+    warnings.warn(
+        f"{config.name}/{config.exp_name} goes {new}. Time {len(known)} of at most {config.recovery.attempts} "
+        "(--recovery.attempts; 0 stops instead)",
+        PirlWarning,
+        stacklevel=3,
+    )
+    return changed
+
+
+def _set_suspect_aside(config: RLTrainConfig) -> None:
+    """A checkpoint that training diverged from before is finite, but spoilt; the one before it may be better."""
+    known, steps = recovered.read(config.run_dir), complete_steps(config.run_dir)
+    if len(steps) > 1 and known and (known[-1].kind, known[-1].back_to) == ("diverged", steps[-1]):
+        os.rename(config.run_dir / str(steps[-1]), config.run_dir / f"{steps[-1]}.diverged-{len(known)}")
+
+
+def _last_step(config: RLTrainConfig) -> int:
+    return max(complete_steps(config.run_dir), default=0)
+
+
+def _next_batch(config: RLTrainConfig) -> int:
+    """The number of the first batch after the last checkpoint."""
+    step = _last_step(config)
+    position: Any = read_extra(config.run_dir / str(step))["stream"] if step else {"data": {"step": 0}}
+    return int(recovered.beyond(position, recovered.read(config.run_dir))["data"]["step"])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]
