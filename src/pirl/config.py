@@ -339,7 +339,8 @@ class RLTrainConfig(Checked):
         if self.online is not None and not self.agent.replays:
             yield (
                 f"online is set, and {tag(type(self.agent))} does not learn from a replay buffer",
-                "RIPT collects by itself, BC never does; take ACRLPD, or leave online out",
+                f"of pirl's algorithms {', '.join(tag(kind) for kind in AgentConfig.kinds() if kind.replays)} do; "
+                "or leave online out",
             )
         if self.online is not None and self.online.start_step > 0 and not self.data.repo_ids:
             yield (

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from acting_runs import save_run, walking
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, RECAPConfig, RIPTConfig
 from pirl.cli import app
 from pirl.cli.serve import KEY_VARIABLE, _changed
 from pirl.data.writer import LeRobotWriter
@@ -152,8 +153,9 @@ def test_a_policy_that_needs_its_critic_says_so(tmp_path: Path) -> None:
         assert _changed(config, args).rollout.best_of == 4
 
 
-def test_guidance_is_a_flag_where_the_policy_has_a_condition(tmp_path: Path) -> None:
-    config = walking(tmp_path, RIPTConfig(loss="cfg", guidance=1.5))
+@pytest.mark.parametrize("agent", [RIPTConfig(loss="cfg", guidance=1.5), RECAPConfig()], ids=["cfg", "recap"])
+def test_guidance_is_a_flag_where_the_policy_has_a_condition(agent: Any, tmp_path: Path) -> None:
+    config = replace(walking(tmp_path, BCConfig()), agent=agent)
     changed = _changed(config, argparse.Namespace(guidance=3.0, best_of=None, flow_steps=4, settings=[]))
     assert changed.agent == replace(config.agent, guidance=3.0)
     assert changed.rollout.flow_steps == 4

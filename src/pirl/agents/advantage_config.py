@@ -78,6 +78,11 @@ class RECAPConfig(AgentConfig):
         return True
 
     @property
+    def guided(self) -> bool:
+        """By the condition "better than usual"."""
+        return True
+
+    @property
     def policy_ema(self) -> float | None:
         """EMA decay of the policy's weights, or None."""
         return self.policy_ema_decay

@@ -68,6 +68,16 @@ class AgentConfig(Checked):
         return False
 
     @property
+    def only_chooses(self) -> bool:
+        """Whether what it learns shows only in its choice among candidates: plain samples act as before training."""
+        return False
+
+    @property
+    def guided(self) -> bool:
+        """Whether its policy has a condition that acting may weigh, by the setting `guidance`."""
+        return False
+
+    @property
     def uses_dataset(self) -> bool:
         """Whether it learns from recorded chunks."""
         return True

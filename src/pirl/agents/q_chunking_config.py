@@ -165,9 +165,14 @@ class ACRLPDConfig(QChunkingConfig):
     bc_loss_weight: Share = 0.1
     """Share of the actor's loss that imitates the data whatever the critic thinks."""
 
+    @property
+    def only_chooses(self) -> bool:
+        """Where the actor does not listen to the critic."""
+        return self.actor == "best_of_n"
+
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, discount, update-to-data ratio, and what steers the actor."""
-        learns = self.actor != "best_of_n"  # there the actor does not listen to the critic
+        learns = not self.only_chooses
         yield ("pi0_lr", around(run.policy_schedule)) if learns else ("critic_lr", around(run.critic_schedule))
         # A discount is felt by its distance to 1: half and twice the time it looks ahead.
         discounts = (round(1 - share * (1 - self.discount), 4) for share in (2.0, 1.0, 0.5))

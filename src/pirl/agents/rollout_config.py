@@ -79,12 +79,17 @@ class RIPTConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.guidance != 1 and self.loss != "cfg":
+        if self.guidance != 1 and not self.guided:
             raise ConfigError(
                 f"guidance is {self.guidance} and the loss is {self.loss!r}", hint="only `cfg` has two branches to mix"
             )
         if self.loss == "raw":
             self._raw()
+
+    @property
+    def guided(self) -> bool:
+        """With the loss that has a condition."""
+        return self.loss == "cfg"
 
     @property
     def uses_dataset(self) -> bool:

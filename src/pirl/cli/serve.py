@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
     add("--default-prompt", metavar="TEXT", help="instruction for observations that have none")
     add("--best-of", type=positive, metavar="N", help="let the critic choose among N candidates")
     add("--flow-steps", type=positive, metavar="N", help="Euler steps per chunk")
-    add("--guidance", type=float, metavar="W", help="weight of the condition (policies trained by RIPT's cfg)")
+    add("--guidance", type=float, metavar="W", help="weight of the condition, where the policy has one")
     add("--real-time", action="store_true", help="real-time chunking for clients that say what they executed")
     add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
     add("--max-batch", type=positive, default=4, metavar="N", help="most requests per batch (default 4)")
@@ -135,20 +135,18 @@ def _changed(config: Any, args: argparse.Namespace) -> Any:
     """The checkpoint's configuration with the flags of this command line; by default a plain sample, as `pirl eval`."""
     import warnings
 
-    from pirl.agents.config import ACRLPDConfig, RIPTConfig
     from pirl.errors import ConfigError, PirlWarning
 
     rollout = {"best_of": 1 if config.evaluation is None else config.evaluation.best_of}
     rollout |= {name: value for name in ("best_of", "flow_steps") if (value := getattr(args, name)) is not None}
     config = replace(config, rollout=replace(config.rollout, **rollout))
-    if isinstance(config.agent, ACRLPDConfig) and config.agent.actor == "best_of_n" and rollout["best_of"] == 1:
-        message = (
-            "this run's improvement is in its critic (agent.actor best_of_n); plain samples act like BC: --best-of N"
-        )
+    if config.agent.only_chooses and rollout["best_of"] == 1:
+        message = "this run's improvement is in its critic; plain samples act as before training: --best-of N"
         warnings.warn(message, PirlWarning, stacklevel=2)
     if args.guidance is not None:
-        if not isinstance(config.agent, RIPTConfig) or config.agent.loss != "cfg":
-            raise ConfigError("--guidance for a policy without a condition", hint="only RIPT with loss cfg trains one")
+        if not config.agent.guided:
+            hint = "some algorithms train one (the setting agent.guidance); see docs/which-algorithm.md"
+            raise ConfigError("--guidance for a policy without a condition", hint=hint)
         config = replace(config, agent=replace(config.agent, guidance=args.guidance))
     if not args.settings:
         return config
