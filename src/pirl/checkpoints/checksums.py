@@ -8,7 +8,7 @@ Written before the step gets its name, so a complete step has them; an export ha
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,9 +36,14 @@ def seal(folder: Path, file: str = IN_STEP) -> None:
     with _threads() as threads:
         list(threads.map(sync, files))
         sums = list(threads.map(lambda name: sha256(folder / name), summed))
-    write_text(folder / file, "".join(f"{found}  {name}\n" for found, name in zip(sums, summed, strict=True)))
+    write_checksums(folder / file, dict(zip(summed, sums, strict=True)))
     for directory in sorted({path.parent for path in files}, reverse=True):
         sync(directory)
+
+
+def write_checksums(file: Path, sums: Mapping[str, str]) -> None:
+    """As `sha256sum` does."""
+    write_text(file, "".join(f"{text}  {name}\n" for name, text in sums.items()))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
@@ -76,8 +81,10 @@ def changed_files(folder: Path, *items: str) -> list[str]:
 def damage(folder: Path, *, contents: bool = True) -> str:
     """What is wrong with the files of a step; empty for one that is whole. Without `contents` nothing large is read."""
     try:
+        sealed = read_checksums(folder)
         for item in (PARAMS_ITEM, TRAIN_STATE_ITEM):
-            if (folder / item).is_dir() or (folder / "extra").is_dir():
+            given_up = sealed and not any(name.startswith(f"{item}/") for name in sealed)
+            if (folder / item).is_dir() or ((folder / "extra").is_dir() and not given_up):
                 read_json(folder / item / "_METADATA")
                 check_files(folder / item)
         if (folder / EXTRA_FILE).exists() or (folder / IN_STEP).exists():
@@ -94,7 +101,8 @@ def damaged_step(folder: Path, reason: str) -> CheckpointError:
     if not number.isdecimal():
         return CheckpointError(f"{folder} is damaged: {reason}", hint=_HINT)
     earlier = [step for step in reversed(complete_steps(run)) if step < int(number)]
-    good = next((step for step in earlier if not damage(run / str(step))), None)
+    resumable = [step for step in earlier if (run / str(step) / TRAIN_STATE_ITEM).is_dir()]
+    good = next((step for step in resumable if not damage(run / str(step))), None)
     return CheckpointError(
         f"step {number} is damaged: {reason}",
         hint="no earlier step is whole: copy the checkpoint again, or start a new run"

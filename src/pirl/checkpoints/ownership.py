@@ -22,7 +22,7 @@ EXPORT_NAMES = frozenset(
 
 _RUN = "|".join(map(re.escape, (*RUN_FILES, *RUN_FOLDERS)))
 _IN_RUN = re.compile(
-    rf"({_RUN})(\.partial)?|\.({_RUN})\.[0-9a-f]+(\.partial|\.tmp(\.\w+)?)?|(success|failure)-\d+\.mp4|\.(\d+|{_RUN})\.deleted"
+    rf"({_RUN})(\.partial)?|\.({_RUN})\.[0-9a-f]+(\.partial|\.tmp(\.\w+)?)?|(success|failure)-\d+\.mp4|\.(\d+(\.{TRAIN_STATE_ITEM})?|{_RUN})\.deleted"
     r"|\d+\.orbax-checkpoint-tmp.*|\d+\.diverged-\d+"
 )
 """What a run's folder holds beside its steps, with what a process that was killed leaves there."""

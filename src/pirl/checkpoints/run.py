@@ -6,6 +6,8 @@
                            what acts is not what learns (a condition that became part of a bias)
 <run>/<step>/extra         metadata.json (configuration, versions, metrics) and extra.json (data position, seed, ...)
 
+With `checkpoint.save` `params` only the newest step keeps its train_state.
+
 Orbax writes a step into a temporary folder and renames it. Old steps are renamed before they are deleted. So whatever
 has a number for a name is whole, however a process ended.
 """
@@ -28,6 +30,7 @@ from pirl import __version__
 from pirl.agents.agent import TrainState
 from pirl.checkpoints.checksums import damage, damaged_step, extra_text, read_extra, seal, verifying
 from pirl.checkpoints.file_items import FilesHandler, FilesSave
+from pirl.checkpoints.lighten import can_be_resumed, drop_train_state
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.ownership import foreign_in_step
 from pirl.checkpoints.quiet import quieten_orbax, stop_metrics_leak
@@ -218,6 +221,11 @@ class Checkpoints:
         folder = self.directory / str(step)
         if reason := damage(folder, contents=False):  # before gigabytes are read
             raise damaged_step(folder, reason)
+        if not can_be_resumed(folder):
+            raise CheckpointError(
+                f"{folder} holds weights only (checkpoint.save params)",
+                hint=f"start a new run from them: --exp-name NAME --init-weights {folder}",
+            )
         keep_policy = keeps_policy(folder)
         like_weights, like_rest = split_state(reference, keep_policy=keep_policy)
         weights: dict[str, Any] = {}
@@ -239,7 +247,7 @@ class Checkpoints:
 
     def extras(self) -> Iterator[dict[str, Any]]:
         """That of every complete step that can be gone on from."""
-        for step in self.all_steps():
+        for step in filter(lambda step: can_be_resumed(self.directory / str(step)), self.all_steps()):
             with suppress(CheckpointError):  # a damaged one is told of by whoever asks for it
                 yield read_extra(self.directory / str(step))
 
@@ -288,6 +296,9 @@ class Checkpoints:
                 continue  # somebody keeps files of their own there
             with io_errors(f"step {step} of {self.directory} cannot be deleted"):
                 os.rename(self.directory / str(step), self.directory / f".{step}.deleted")
+        for step in self.all_steps()[:-1] if self.config.save == "params" else []:
+            with suppress(CheckpointError), io_errors(f"step {step} of {self.directory} cannot be made smaller"):
+                drop_train_state(self.directory / str(step))
         self._sweep(_DELETED)
 
     def _clean(self) -> None:

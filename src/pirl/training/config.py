@@ -125,6 +125,9 @@ class CheckpointConfig(Checked):
     """A run is at <base_dir>/<recipe>/<exp_name>, its steps below that, as in OpenPI."""
     save_interval: Count = 1000
     """Steps between checkpoints."""
+    save: Literal["full", "params"] = "full"
+    """What kept steps hold. full: all that resuming needs. params: only the newest does; the others keep the weights to
+    act with, for evaluation and serving, without critic and optimizer."""
     keep_last: Count = 1
     """The newest so many are kept."""
     keep_period: Count | None = 5000

@@ -319,7 +319,7 @@ def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlErr
     if needed > free:
         yield CheckpointError(
             f"the checkpoints take up to {needed / GB:.1f} GB ({steps} steps), and {place} has {free / GB:.1f} GB free",
-            hint="keep fewer (--checkpoint.keep-period None, --checkpoint.keep-last 1), save weights only "
+            hint="keep fewer (--checkpoint.keep-period None, --checkpoint.keep-last 1) or their weights alone "
             "(--checkpoint.save params), or name another disk: --checkpoint.base-dir PATH",
         )
 
@@ -332,4 +332,5 @@ def checkpoint_bytes(config: RLTrainConfig, shapes: TrainState) -> tuple[int, in
     most = min(len(steps_to_keep(steps, scores, rule)) + 1, len(steps))
     served, rest = split_state(shapes)
     weights, others = (sum(map(leaf_bytes, jax.tree.leaves(tree))) for tree in (served, rest))
-    return most * (weights + others), most
+    resumable = min(most, 2) if rule.save == "params" else most
+    return most * weights + resumable * others, most

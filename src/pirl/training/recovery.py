@@ -17,6 +17,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from pirl.checkpoints.checksums import read_extra
+from pirl.checkpoints.lighten import can_be_resumed
 from pirl.checkpoints.run_directory import complete_steps
 from pirl.config import RLTrainConfig
 from pirl.errors import PirlError, PirlWarning
@@ -139,7 +140,8 @@ def _go_back(config: RLTrainConfig, found: tuple[RLTrainConfig, Recovery]) -> RL
 
 def _set_suspect_aside(config: RLTrainConfig) -> None:
     """A checkpoint that training diverged from before is finite, but spoilt; the one before it may be better."""
-    known, steps = recovered.read(config.run_dir), complete_steps(config.run_dir)
+    known = recovered.read(config.run_dir)
+    steps = [step for step in complete_steps(config.run_dir) if can_be_resumed(config.run_dir / str(step))]
     if len(steps) > 1 and known and (known[-1].kind, known[-1].back_to) == ("diverged", steps[-1]):
         os.rename(config.run_dir / str(steps[-1]), config.run_dir / f"{steps[-1]}.diverged-{len(known)}")
 
