@@ -53,12 +53,14 @@ def main() -> int:
     end = time.monotonic() + 3600 * args.hours
     with (out / "said.log").open("ab") as log, (out / "samples.jsonl").open("w") as samples:
         process = subprocess.Popen([sys.executable, "-m", "pirl", *command], stdout=log, stderr=subprocess.STDOUT)
-        while time.monotonic() < end and process.poll() is None:
-            time.sleep(args.every)
-            samples.write(json.dumps(sample(process.pid, run)) + "\n")
-            samples.flush()
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(600)
+        try:
+            while time.monotonic() < end and process.poll() is None:
+                time.sleep(args.every)
+                samples.write(json.dumps(sample(process.pid, run)) + "\n")
+                samples.flush()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(600)
     report = {"command": command, "hours": args.hours, "exit_code": code, **growth(out / "samples.jsonl")}
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps({name: value for name, value in report.items() if name != "command"}, indent=2))
@@ -78,7 +80,8 @@ def horizon() -> int:
 def sample(pid: int, run: Path) -> dict[str, float]:
     """What the training process, and its workers, hold now."""
     family = [pid, *children(pid)]
-    steps = [int(child.name) for child in run.glob("[0-9]*") if child.name.isdecimal()]
+    steps = [int(child.name) for child in entries(run) if child.name.isdecimal()]
+    files = [Path(folder) / name for folder, _, names in os.walk(run) for name in names]  # folders may go meanwhile
     return {
         "time": time.time(),
         "step": max(steps, default=0),
@@ -87,8 +90,8 @@ def sample(pid: int, run: Path) -> dict[str, float]:
         "descriptors": sum(1 for _ in entries(Path(f"/proc/{pid}/fd"))),
         "threads": sum(1 for _ in entries(Path(f"/proc/{pid}/task"))),
         "processes": len(family),
-        "files": sum(1 for path in run.rglob("*") if path.is_file()),
-        "disk_mib": sum(size(path) for path in run.rglob("*")) / MIB,
+        "files": len(files),
+        "disk_mib": sum(size(path) for path in files) / MIB,
     }
 
 
