@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -191,8 +192,11 @@ def fork(work: Callable[[], int], log: Path) -> int:
             os.dup2(handle, 1)
             os.dup2(handle, 2)
             code = work()
-            sys.stdout.flush()
+        except BaseException:  # noqa: BLE001: a copy must never return to the caller
+            traceback.print_exc()
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
     return pid
 

@@ -63,9 +63,17 @@ def test_a_folder_beside_the_run_that_has_the_name_of_its_deletion_is_kept(tmp_p
     with pytest.raises(CheckpointError, match=r"thesis\.tex"):
         prepare_directory(run, overwrite=True)
     assert (other / "thesis.tex").exists()
-    (other / "thesis.tex").rename(other / "metrics.jsonl")  # as a deletion that was killed leaves it
-    prepare_directory(run, overwrite=True)
-    assert not other.exists()
+    prepare_directory(run, fresh_if_missing=True)
+    assert (other / "thesis.tex").exists()
+
+
+def test_what_a_killed_deletion_left_goes_with_the_next_command(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "run", 5), tmp_path / ".run.deleted"
+    for arguments in ({"resume": True}, {"overwrite": True}, {"resume": True, "fresh_if_missing": True}):
+        other.mkdir()
+        (other / "metrics.jsonl").write_text("")
+        prepare_directory(run, **arguments)
+        assert not other.exists(), arguments
 
 
 def test_rotation_and_sweeping_leave_files_of_others(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -82,6 +82,7 @@ def prepare_directory(
     barrier("run.looked")  # nobody changes the folder before everybody has seen it
     if is_main():
         with io_errors(f"{directory} cannot be written to"):
+            _finish_deleting(directory)
             if content and not going_on:  # told to delete it, or a run that ended before its first checkpoint
                 _delete(directory)
             directory.mkdir(parents=True, exist_ok=True)
@@ -130,11 +131,21 @@ def reason_of(error: Exception) -> str:
     return (str(error) or type(error).__name__).split(" [tensorstore_spec")[0][-300:]
 
 
-def _delete(directory: Path) -> None:
-    with lock_run(directory):
-        aside = directory.with_name(f".{directory.name}.deleted")
-        if aside.exists():  # a process was killed while it deleted
-            check_only_ours(aside, foreign_in_run(aside))
+def _aside(directory: Path) -> Path:
+    """Where a run lies while it is deleted."""
+    return directory.with_name(f".{directory.name}.deleted")
+
+
+def _finish_deleting(directory: Path) -> None:
+    """Delete what a process was killed over while it deleted; a folder that only has the name of it stays."""
+    aside = _aside(directory)
+    if aside.is_dir() and not foreign_in_run(aside):
+        with suppress(FileNotFoundError):  # another process does the same
             shutil.rmtree(aside)
-        os.rename(directory, aside)
-        shutil.rmtree(aside)
+
+
+def _delete(directory: Path) -> None:
+    check_only_ours(_aside(directory), foreign_in_run(_aside(directory)))
+    with lock_run(directory):
+        os.rename(directory, _aside(directory))
+    _finish_deleting(directory)
