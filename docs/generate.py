@@ -80,6 +80,10 @@ PURPOSES = {
     "ript_tabletop": "improve it with group rollouts, without a critic",
     "filtered_tabletop": "imitate the chunks with the best returns: the baseline without a value",
     "recap_tabletop": "tell the policy which chunks were better than usual",
+    "bc_aloha_transfer_small": "imitate imperfect demonstrations of gym-aloha's TransferCube, from scratch on one GPU",
+    "acrlpd_aloha_transfer_small": "improve it offline, from the same demonstrations",
+    "filtered_aloha_transfer_small": "the baseline without a value",
+    "ript_aloha_transfer_small": "improve it with group rollouts",
     "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
     "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
     "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",
@@ -106,6 +110,7 @@ TITLES = {
     "debug": "Without files",
     "tabletop": "Tabletop",
     "aloha": "ALOHA",
+    "aloha_sim": "ALOHA in simulation, small",
     "libero": "LIBERO",
     "droid": "DROID",
 }
@@ -279,7 +284,13 @@ def api_entry(name: str, module: str) -> Iterator[str]:
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    (node,) = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
+    if not found:  # imported from where it is defined
+        (source,) = (n for n in tree.body if isinstance(n, ast.ImportFrom) and name in {a.name for a in n.names})
+        assert source.module is not None
+        yield from api_entry(name, source.module)
+        return
+    (node,) = found
     yield f"### {name}\n"
     if isinstance(node, ast.FunctionDef):
         yield f"```text\n{signature(node)}\n```\n"
@@ -291,7 +302,7 @@ def api_entry(name: str, module: str) -> Iterator[str]:
     yield documented(node)
     if "__init__" in methods and ast.get_docstring(methods["__init__"]):
         yield documented(methods["__init__"])
-    if module.endswith(".config"):
+    if module.endswith("config"):
         yield "Its fields are the settings of a run: `pirl recipes show RECIPE` explains each.\n"
         return
     if rows := list(fields(node)):
