@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --seeds 0 1 2      one GPU, 16 cores: hours
     PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --minutes 9        stop, and go on another time
-    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --report           table into docs/results/aloha.md
+    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --report           write docs/results/aloha.md
 
 Needs the extra `aloha`, and for training a GPU. A π₀ of ten million parameters learns from scratch.
 """

@@ -1,4 +1,4 @@
-"""A ladder: one simulator, imperfect demonstrations, and the methods that learn from them, by the commands a user types.
+"""A ladder: one simulator, imperfect demonstrations, and the methods that learn from them, by a user's commands.
 
 Every stage is a process with a log in the run's folder: record, norm-stats, then each row's training and evaluation. A
 row starts from the weights of another one, and rows that are ready run side by side. What is there is not done again,
@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,8 @@ class Ladder:
                 return done and self.evaluate(row)
 
         with ThreadPoolExecutor(len(self.task.rows)) as pool:
-            return all([future.result() for future in as_completed([pool.submit(do, row) for row in self.task.rows])])
+            ended = list(pool.map(do, self.task.rows))
+        return all(ended)
 
     def call(self, log: str, *words: object) -> bool:
         """`pirl` with these words; False where it failed or time is up."""
@@ -184,9 +185,8 @@ class Ladder:
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGTERM)
                 code = process.wait()
-        say(
-            f"{self.task.name} seed {self.seed}: {log} {'done' if code == 0 else f'ended with {code}'}, {time.time() - began:.0f} s"
-        )
+        ended = "done" if code == 0 else f"ended with {code}"
+        say(f"{self.task.name} seed {self.seed}: {log} {ended}, {time.time() - began:.0f} s")
         return code == 0
 
     def note(self, row: Row, result: dict[str, Any]) -> None:
@@ -261,9 +261,8 @@ def write(page: Path, raw: Path, found: Path, rows: dict[str, Sequence[Row]], ti
         of_task = [result for result in results if result["task"] == task]
         if of_task:
             episodes = sorted({result["episodes"] for result in of_task})
-            parts.append(
-                f"### {titles[task]}\n\nSuccess on {' or '.join(map(str, episodes))} test states.\n\n{table(of_task, these)}"
-            )
+            head = f"### {titles[task]}\n\nSuccess on {' or '.join(map(str, episodes))} test states."
+            parts.append(f"{head}\n\n{table(of_task, these)}")
     text = page.read_text()
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     page.write_text(f"{before}\n" + "\n".join(parts) + after)
