@@ -18,7 +18,7 @@ from ladder import DOCS, Ladder, Row, Task, say, write
 DIALS = ("--dials", "grasp_error=0.006", "waypoint_noise=0.01", "action_noise=0.005")
 TRANSFER = Task(
     name="aloha_transfer",
-    record=("bc_aloha_transfer_small", *DIALS, "time_scale=0.7", "miss=0.45", "let_go=0.45"),
+    record=("bc_aloha_transfer_small", *DIALS, "time_scale=0.7", "miss=0.35", "let_go=0.35"),
     robot="aloha_sim",
     horizon=20,
     rows=(
