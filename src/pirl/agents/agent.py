@@ -101,7 +101,7 @@ class Lesson(NamedTuple):
     """Numbers of each rollout that its rows carry into the batch, such as `advantage`."""
     constants: Mapping[str, float]
     """Numbers that every row carries."""
-    of_plans: Mapping[str, Sequence[Float[np.ndarray, "k"]]] = MappingProxyType({})
+    of_plans: Mapping[str, Sequence[Float[np.ndarray, "_"]]] = MappingProxyType({})
     """Numbers of each plan, for algorithms that judge plans apart: for each rollout of the groups, one after the other,
     as many as it has plans."""
 

@@ -111,12 +111,15 @@ def collect(
         stats.rows_used += len(plans)
         finished: list[Rollout] = []
         lost: list[tuple[Job, str]] = []
+        ended: dict[int, Advanced] = {}
         for slot, answer in answers.items():
             if isinstance(answer, Lost):
                 lost.append((running.pop(slot).job, answer.reason))
                 continue
             running[slot].add(plans[slot], answer)
-        cut = [slot for slot in running if answers[slot].truncated and not answers[slot].terminated]
+            if answer.terminated or answer.truncated:
+                ended[slot] = answer
+        cut = [slot for slot, answer in ended.items() if not answer.terminated]
         if last_look and cut:
             planned = time.perf_counter()
             last = policy.choose(
@@ -128,11 +131,10 @@ def collect(
             stats.policy_seconds += time.perf_counter() - planned
             stats.policy_calls += 1
             stats.rows_used += len(cut)
-        for slot, answer in answers.items():
-            if slot in running and (answer.terminated or answer.truncated):
-                finished.append(running.pop(slot).finish(answer))
-                stats.episodes += 1
-                stats.env_steps += len(finished[-1].episode)
+        for slot, answer in ended.items():
+            finished.append(running.pop(slot).finish(answer))
+            stats.episodes += 1
+            stats.env_steps += len(finished[-1].episode)
         for job, reason in lost:  # now that all those are counted that were not
             queue.lose(job, reason)
         stats.total_seconds += (now := time.perf_counter()) - clock

@@ -63,7 +63,7 @@ def plan_rows(
     constants: Mapping[str, float] = MappingProxyType({}),
     *,
     even: bool = False,
-    of_plans: Mapping[str, Sequence[Float[Array, "k"]]] = MappingProxyType({}),
+    of_plans: Mapping[str, Sequence[Float[Array, "_"]]] = MappingProxyType({}),
     notes: Collection[str] = (),
 ) -> PlanRows:
     """The rows of all rollouts, one after the other; each of a rollout's rows gets its numbers in `columns`, and its
