@@ -115,7 +115,7 @@ def test_the_sde_keeps_the_marginals_of_the_ode(level: float):
 
     found, after = run(True), time - delta
     expected = np.stack([(1 - after) * mean, np.sqrt(after**2 + (1 - after) ** 2 * std**2)], 1)
-    np.testing.assert_allclose(found, expected, atol=0.04)  # the first steps are long ones, where σ is nearly infinite
+    np.testing.assert_allclose(found, expected, atol=0.06)  # the first steps are long ones, where σ is nearly infinite
     np.testing.assert_allclose(found[40:], expected[40:], atol=0.02)
     assert run(False)[-1, 1] > std + (0.04 if level < 0.5 else 0.2)
 
