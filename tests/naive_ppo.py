@@ -167,6 +167,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Tree) -> tuple[Tree, Tr
         "ppo/kl": mean(kl),
         "ppo/grad_norm": norm(grads),
         "ppo/rows": len(rows),
+        "ppo/held": 0.0,
         "bc/loss": demo_loss(s, groups["policy"], batch["demos"], draws["noise"], draws["time"]),
     }
     if s.exploration == "flow_noise":

@@ -42,7 +42,9 @@ KINDS = [
 def make(
     algorithm: str = "ppo", exploration: str = "flow_sde", loss: str = "hl_gauss", reduce: str = "sum", **changes: Any
 ) -> FlowPPO:
-    given = dict(bc_weight=0.4, clip=0.1, value_clip=0.15, entropy_weight=0.3, discount=0.8, flow_draws=DRAWS)
+    given = dict(
+        bc_weight=0.4, clip=0.1, kl_limit=None, value_clip=0.15, entropy_weight=0.3, discount=0.8, flow_draws=DRAWS
+    )
     config = FlowPPOConfig(algorithm=algorithm, exploration=exploration, reduce=reduce, **(given | changes))
     critic = make_critic(
         CriticConfig(hidden=(5, 4), bins=14, loss=loss, huber_delta=0.1),
@@ -76,7 +78,7 @@ def make_state(agent: FlowPPO) -> TrainState:
     def fill(leaf):
         return jnp.asarray(rng.normal(0, 0.5, leaf.shape), leaf.dtype) if leaf.ndim else jnp.int32(5)
 
-    state = jax.tree.map(fill, state)
+    state = replace(jax.tree.map(fill, state), scalars={"held": jnp.zeros(())})
     target = {name: jax.tree.map(lambda x: x + 0.02 * jnp.cos(9 * x), state.params[name]) for name in state.target}
     return replace(state, target=target)
 
@@ -173,9 +175,25 @@ def test_the_first_minibatch_has_ratio_one_and_no_divergence(kind: tuple[str, ..
     after, metrics = updating(agent)(new, make_batch(agent), KEY)
     assert metrics["ppo/kl"] > 1e-6
     assert same(after.target, new.target)
-    assert agent.moved_far({"ppo/kl": 0.06})
-    assert not agent.moved_far({"ppo/kl": 0.04})
-    assert not make(*kind, kl_limit=None).moved_far({"ppo/kl": 9.0})
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_policy_that_moved_far_is_held_until_the_next_iteration(algorithm: str):
+    agent = make(algorithm, kl_limit=1e-6)
+    state, batch = make_state(agent), make_batch(agent)
+    held, metrics = updating(agent)(state, batch, KEY)
+    assert metrics["ppo/held"] == 1
+    assert same(held.params["policy"], state.params["policy"])
+    assert agent.moved_far(metrics) == (algorithm == "grpo"), "a value goes on"
+    if algorithm == "ppo":
+        assert not same(held.params["critic"], state.params["critic"])
+    back = replace(held, target={"policy": held.params["policy"]})
+    still, metrics = updating(agent)(back, batch, KEY)
+    assert metrics["ppo/kl"] < 1e-6
+    assert same(still.params["policy"], state.params["policy"])
+    again, metrics = updating(agent)(back, batch | {"fresh": jnp.ones(SIZE)}, KEY)
+    assert metrics["ppo/held"] == 0
+    assert not same(again.params["policy"], state.params["policy"])
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids="-".join)

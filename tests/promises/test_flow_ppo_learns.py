@@ -84,7 +84,7 @@ def reward(chunks):
 
 
 def iteration(agent: FlowPPO, coin, state, key):
-    """Explore, judge, update several times; passes end early where the policy has moved far."""
+    """Explore, judge, update several times."""
     act_key, coin_key, key = jax.random.split(key, 3)
     count = GROUPS * SIZE
     choice = agent.explore(state, observations(count), jax.random.split(act_key, count))
@@ -105,14 +105,12 @@ def iteration(agent: FlowPPO, coin, state, key):
     }
 
     def update(number, carry):
-        state, kl, taken = carry
-        new, metrics = agent.update(state, batch | {"fresh": (number == 0).astype(jnp.float32)}, key)
-        goes_on = kl <= agent.config.kl_limit
-        state = jax.tree.map(lambda a, b: jnp.where(goes_on, a, b), new, state)
-        return state, jnp.where(goes_on, metrics["ppo/kl"], kl), taken + goes_on
+        state, _, held = carry
+        state, metrics = agent.update(state, batch | {"fresh": (number == 0).astype(jnp.float32)}, key)
+        return state, metrics["ppo/kl"], held + metrics["ppo/held"]
 
-    state, kl, taken = jax.lax.fori_loop(0, UPDATES, update, (state, jnp.float32(0), jnp.int32(0)))
-    return state, {"success": reward(choice.chunk).mean(), "kl": kl, "updates": taken}
+    state, kl, held = jax.lax.fori_loop(0, UPDATES, update, (state, jnp.float32(0), jnp.float32(0)))
+    return state, {"success": reward(choice.chunk).mean(), "kl": kl, "held": held}
 
 
 @functools.cache
@@ -156,5 +154,5 @@ if __name__ == "__main__":
         for coin in (False, True):
             found = trained(*kind, coin=coin)
             numbers = {name: np.round(x, 3).tolist() for name, x in found.items() if x.ndim == 1}
-            shown = {name: np.round(found[name].mean(0)[::5], 3).tolist() for name in ("success", "kl", "updates")}
+            shown = {name: np.round(found[name].mean(0)[::5], 3).tolist() for name in ("success", "kl", "held")}
             sys.stdout.write(f"{kind} coin={coin} {numbers} {shown}\n")

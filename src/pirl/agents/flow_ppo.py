@@ -161,6 +161,7 @@ class FlowPPO(Agent):
             params=params,
             target=target,
             opt=opt,
+            scalars={"held": jnp.zeros(())},
             frozen=self.policy_learner.frozen(policy),
         )
 
@@ -213,8 +214,8 @@ class FlowPPO(Agent):
         return po.gae(rewards, values[: len(rewards)], after, lengths, c.discount, c.gae_lambda)
 
     def moved_far(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the divergence from the policy that rolled out is above `kl_limit`."""
-        return self.config.kl_limit is not None and float(metrics["ppo/kl"]) > self.config.kl_limit
+        """Whether the policy is held until the next iteration, and no value goes on to learn."""
+        return self.value is None and float(metrics["ppo/held"]) > 0
 
     # One step
 
@@ -265,7 +266,8 @@ class FlowPPO(Agent):
         minibatch of an iteration), with `ppo` also `return`, the target of the value; and `demos` to imitate.
         """
         c, learner = self.config, self.policy_learner
-        target = self._rollout_policy(state, jnp.max(batch["fresh"]) > 0)
+        fresh = jnp.max(batch["fresh"]) > 0
+        target = self._rollout_policy(state, fresh)
         rows, demos = self._inputs(batch, key)
         trainable, frozen = learner.split(state.params["policy"])
         old = target | {"policy": learner.join(target["policy"], frozen)}
@@ -282,7 +284,11 @@ class FlowPPO(Agent):
         groups = self._of_policy(state.params) | {"policy": trainable}
         _, (logged, inputs), grads = accumulated(loss, groups, (rows, demos), c.accumulate)
         metrics = self._metrics(logged, rows) | {"ppo/grad_norm": optax.tree.norm(grads)}
-        learns = state.step >= (0 if self.value is None else c.value_warmup_steps)
+        # Once the policy has moved far, it is held until the next iteration; the value goes on.
+        far = metrics["ppo/kl"] > (jnp.inf if c.kl_limit is None else c.kl_limit)
+        held = jnp.where(fresh, far, far | (state.scalars["held"] > 0)).astype(jnp.float32)
+        metrics["ppo/held"] = held
+        learns = (state.step >= (0 if self.value is None else c.value_warmup_steps)) & (held == 0)
         params, opt = dict(state.params), dict(state.opt)
         for name in groups:
             its = learner if name == "policy" else self.critic_learner
@@ -293,7 +299,10 @@ class FlowPPO(Agent):
             gradient, found = self.value.gradient(params["critic"], inputs, *known)
             params["critic"], opt["critic"] = self.critic_learner.step(params["critic"], gradient, opt["critic"])
             metrics |= found
-        return replace(state, step=state.step + 1, params=params, target=target, opt=opt), metrics
+        new = replace(
+            state, step=state.step + 1, params=params, target=target, opt=opt, scalars=state.scalars | {"held": held}
+        )
+        return new, metrics
 
     def _inputs(self, batch: Any, key: Array) -> tuple[Rows, Demos | None]:
         of_rows, of_demos = jax.random.split(key)

@@ -54,8 +54,8 @@ class FlowPPOConfig(AgentConfig):
     reduce: Reduce = "sum"
     """How the log-ratios of a plan's executed steps and real dimensions become one."""
     kl_limit: Positive | None = 0.05
-    """Go on to the next iteration once `ppo/kl`, the divergence from the policy that rolled out, is above this; None
-    makes all passes."""
+    """Hold the policy until the next iteration once `ppo/kl`, its divergence from the policy that rolled out, is above
+    this; the value goes on with its passes. None never holds."""
     advantage: GroupAdvantage = "rloo"
     """`grpo`: what a rollout is compared with."""
     weigh: Weigh = "rows"

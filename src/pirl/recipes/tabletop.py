@@ -24,7 +24,7 @@ from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
 from pirl.rollout.config import EvalConfig, OnlineConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
 
 _BC = RLTrainConfig(
     name="bc_tabletop",
@@ -113,8 +113,12 @@ _RECAP = replace(
 _FLOW_PPO = replace(
     _RIPT,
     name="flow_ppo_tabletop",
-    agent=FlowPPOConfig(group_size=8, groups_per_iteration=48, epochs=2, discount=0.98),
-    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=5e-4, decay_steps=150, decay_lr=5e-5),
+    agent=FlowPPOConfig(group_size=8, groups_per_iteration=48, epochs=4, discount=0.98),
+    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=1e-4, decay_steps=640, decay_lr=2e-5),
+    critic_schedule=ConstantSchedule(lr=1e-3),
+    evaluation=EvalConfig(interval=10, episodes=400),
+    checkpoint=CheckpointConfig(save_interval=10, keep_period=None, keep_best=KeepBest()),
+    num_train_steps=40,
 )
 
 RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP, _FLOW_PPO)
