@@ -152,11 +152,10 @@ class FlowPPOConfig(AgentConfig):
             yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Learning rate, passes, noise, and the algorithm's own setting."""
+        """Learning rate, passes, clip, noise, and the algorithm's own setting."""
         yield "pi0_lr", around(run.policy_schedule)
         yield "agent.epochs", Choice(values=(1, 2, 4))
         yield "agent.clip", Range(low=0.05, high=0.3, log=True)
-        yield "agent.kl_limit", Choice(values=(0.01, 0.02, 0.05, 0.1))
         if self.exploration == "flow_sde":
             yield "agent.noise_level", Choice(values=(0.2, 0.35, 0.5, 0.7))
         else:

@@ -104,7 +104,7 @@ _RIPT = replace(
 _FLOW_PPO = replace(
     _RIPT,
     name="flow_ppo_libero_goal",
-    agent=FlowPPOConfig(group_size=8, groups_per_iteration=16, discount=0.998, accumulate=4),
+    agent=FlowPPOConfig(group_size=8, groups_per_iteration=16, discount=0.998, bootstrap_timeouts=False, accumulate=4),
     critic=get_critic_preset("pair"),
     policy_schedule=ConstantSchedule(lr=5e-6, warmup_steps=10),
     critic_schedule=ConstantSchedule(lr=1e-4),

@@ -113,8 +113,8 @@ _RECAP = replace(
 _FLOW_PPO = replace(
     _RIPT,
     name="flow_ppo_tabletop",
-    agent=FlowPPOConfig(group_size=8, groups_per_iteration=48, epochs=4, discount=0.98),
-    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=1e-4, decay_steps=640, decay_lr=2e-5),
+    agent=FlowPPOConfig(group_size=8, groups_per_iteration=48, epochs=4, discount=0.98, bootstrap_timeouts=False),
+    policy_schedule=CosineSchedule(warmup_steps=16, peak_lr=2e-4, decay_steps=640, decay_lr=4e-5),
     critic_schedule=ConstantSchedule(lr=1e-3),
     evaluation=EvalConfig(interval=10, episodes=400),
     checkpoint=CheckpointConfig(save_interval=10, keep_period=None, keep_best=KeepBest()),
