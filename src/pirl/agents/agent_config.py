@@ -23,6 +23,9 @@ class GroupPlan:
     """Passes over the rollouts."""
     even: bool = False
     """Whether all rollouts count the same, however many rows they have."""
+    last_look: bool = False
+    """Whether the policy also notes something of the observation that an episode ended with that was cut off, such as
+    its value."""
 
 
 class RewardRange(NamedTuple):
@@ -86,6 +89,11 @@ class AgentConfig(Checked):
     def groups(self) -> GroupPlan | None:
         """The rollouts of one iteration; None for algorithms that do not need any."""
         return None
+
+    @property
+    def explores(self) -> bool:
+        """Whether it acts differently while it collects: by `Agent.explore`."""
+        return False
 
     @property
     def discount(self) -> float:

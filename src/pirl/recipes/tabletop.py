@@ -5,6 +5,7 @@
     pirl train bc_tabletop --exp-name first
     pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/1600
+    pirl train flow_ppo_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
@@ -15,7 +16,7 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, FlowPPOConfig, RECAPConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import TabletopConfig
@@ -23,7 +24,7 @@ from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
 from pirl.rollout.config import EvalConfig, OnlineConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
 
 _BC = RLTrainConfig(
     name="bc_tabletop",
@@ -109,4 +110,15 @@ _RECAP = replace(
     ),
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP)
+_FLOW_PPO = replace(
+    _RIPT,
+    name="flow_ppo_tabletop",
+    agent=FlowPPOConfig(group_size=8, groups_per_iteration=48, epochs=4, discount=0.98, bootstrap_timeouts=False),
+    policy_schedule=CosineSchedule(warmup_steps=16, peak_lr=2e-4, decay_steps=640, decay_lr=4e-5),
+    critic_schedule=ConstantSchedule(lr=1e-3),
+    evaluation=EvalConfig(interval=10, episodes=400),
+    checkpoint=CheckpointConfig(save_interval=10, keep_period=None, keep_best=KeepBest()),
+    num_train_steps=40,
+)
+
+RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP, _FLOW_PPO)
