@@ -80,6 +80,8 @@ PURPOSES = {
     "ript_tabletop": "improve it with group rollouts, without a critic",
     "filtered_tabletop": "imitate the chunks with the best returns: the baseline without a value",
     "recap_tabletop": "tell the policy which chunks were better than usual",
+    "critic_nft_tabletop": "move towards what the critic prefers and away from what it does not",
+    "qc_fql_tabletop": "distil the policy into one Euler step that climbs the critic",
     "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
     "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
     "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",
