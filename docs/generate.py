@@ -85,6 +85,8 @@ PURPOSES = {
     "acrlpd_aloha_transfer_small": "improve it offline, from the same demonstrations",
     "filtered_aloha_transfer_small": "the baseline without a value",
     "ript_aloha_transfer_small": "improve it with group rollouts",
+    "critic_nft_tabletop": "move towards what the critic prefers and away from what it does not",
+    "qc_fql_tabletop": "distil the policy into one Euler step that climbs the critic",
     "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
     "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
     "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",

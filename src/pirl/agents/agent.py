@@ -163,6 +163,10 @@ class Agent:
         """Shapes and types of the batches that `update` takes."""
         return chunk_spec(sizes, next_observations=self.config.learns_values)
 
+    def imitator(self, state: TrainState) -> Params | None:
+        """The weights whose flow loss says how well the data are imitated; None where they are not in the state."""
+        return state.policy
+
     def served(self, state: TrainState) -> Params | None:
         """The weights for OpenPI, where they are neither the policy's nor its average; else None."""
         return None

@@ -76,6 +76,11 @@ class AgentConfig(Checked):
         return False
 
     @property
+    def one_step(self) -> bool:
+        """Whether its policy takes one Euler step from noise to chunk: with more it does not act as trained."""
+        return False
+
+    @property
     def guided(self) -> bool:
         """Whether its policy has a condition that acting may weigh, by the setting `guidance`."""
         return False

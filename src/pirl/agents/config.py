@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.agent_config import AgentConfig
+from pirl.agents.critic_actor_config import CriticNFTConfig, QCFQLConfig
 from pirl.agents.ppo_config import FlowPPOConfig
 from pirl.agents.q_chunking_config import ACRLPDConfig, QChunkingConfig
 from pirl.agents.rollout_config import RIPTConfig
@@ -16,8 +17,10 @@ from pirl.training.config import AdamW
 __all__ = [
     "ACRLPDConfig",
     "BCConfig",
+    "CriticNFTConfig",
     "FilteredConfig",
     "FlowPPOConfig",
+    "QCFQLConfig",
     "QChunkingConfig",
     "RECAPConfig",
     "RIPTConfig",

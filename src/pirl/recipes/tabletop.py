@@ -9,6 +9,8 @@
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train critic_nft_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train qc_fql_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -16,7 +18,16 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, FlowPPOConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import (
+    ACRLPDConfig,
+    BCConfig,
+    CriticNFTConfig,
+    FilteredConfig,
+    FlowPPOConfig,
+    QCFQLConfig,
+    RECAPConfig,
+    RIPTConfig,
+)
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import TabletopConfig
@@ -121,4 +132,35 @@ _FLOW_PPO = replace(
     num_train_steps=40,
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP, _FLOW_PPO)
+_CRITIC_NFT = replace(
+    _ACRLPD,
+    name="critic_nft_tabletop",
+    agent=CriticNFTConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=4,
+        flow_draws=2,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+)
+
+_QC_FQL = replace(
+    _ACRLPD,
+    name="qc_fql_tabletop",
+    agent=QCFQLConfig(
+        discount=0.9,
+        num_action_samples=1,
+        flow_steps=5,
+        flow_draws=2,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+    rollout=replace(_BC.rollout, flow_steps=1),
+)
+
+RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP, _FLOW_PPO, _CRITIC_NFT, _QC_FQL)
