@@ -165,6 +165,10 @@ class Agent:
         """Groups of weights that `act` reads, beside those that are served."""
         return frozenset()
 
+    def explorer(self) -> "Agent":
+        """The agent as it acts when it collects, where that is not how it is evaluated."""
+        return self
+
     def q_values(
         self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N"]:

@@ -44,6 +44,8 @@ class AgentConfig(Checked):
     """The algorithm's class, as `module:Class`. A name, so that settings are read without jax."""
     replays: ClassVar[bool] = False
     """Whether it also learns from episodes that it collects (the `online` settings)."""
+    freezes_policy: ClassVar[bool] = False
+    """Whether no weight of the policy trains, whatever `freeze` says."""
 
     augment: bool = True
     """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
@@ -71,6 +73,11 @@ class AgentConfig(Checked):
     def only_chooses(self) -> bool:
         """Whether what it learns shows only in its choice among candidates: plain samples act as before training."""
         return False
+
+    @property
+    def only_beside(self) -> bool:
+        """Whether what it learns stays beside the policy's weights: exported, they act as before training."""
+        return self.only_chooses
 
     @property
     def guided(self) -> bool:

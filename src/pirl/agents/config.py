@@ -6,13 +6,23 @@ from typing import Any, ClassVar
 
 from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.agent_config import AgentConfig
+from pirl.agents.frozen_policy_config import DSRLConfig, RLTokenConfig
 from pirl.agents.q_chunking_config import ACRLPDConfig, QChunkingConfig
 from pirl.agents.rollout_config import RIPTConfig
 from pirl.ranges import Count, Decay
 from pirl.search import Choice, Item, around
 from pirl.training.config import AdamW
 
-__all__ = ["ACRLPDConfig", "BCConfig", "FilteredConfig", "QChunkingConfig", "RECAPConfig", "RIPTConfig"]
+__all__ = [
+    "ACRLPDConfig",
+    "BCConfig",
+    "DSRLConfig",
+    "FilteredConfig",
+    "QChunkingConfig",
+    "RECAPConfig",
+    "RIPTConfig",
+    "RLTokenConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dsrl_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dsrl_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train rl_token_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -15,7 +18,15 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import (
+    ACRLPDConfig,
+    BCConfig,
+    DSRLConfig,
+    FilteredConfig,
+    RECAPConfig,
+    RIPTConfig,
+    RLTokenConfig,
+)
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import TabletopConfig
@@ -109,4 +120,36 @@ _RECAP = replace(
     ),
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP)
+_DSRL = replace(
+    _ACRLPD,
+    name="dsrl_tabletop",
+    agent=DSRLConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=5,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        actor_hidden=(128, 128),
+        augment=False,
+    ),
+    freeze=None,
+    policy_schedule=ConstantSchedule(lr=1e-3),
+)
+
+_DSRL_ONLINE = replace(_DSRL, name="dsrl_tabletop_online", online=_ONLINE.online)
+
+_RL_TOKEN = replace(
+    _DSRL,
+    name="rl_token_tabletop",
+    agent=RLTokenConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=5,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        actor_hidden=(128, 128),
+        augment=False,
+    ),
+)
+
+RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP, _DSRL, _DSRL_ONLINE, _RL_TOKEN)

@@ -93,14 +93,15 @@ def build_acting(
             )
         policy = None
         if config.acts and pool is not None:
-            policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
+            policy = build_chunk_policy(config, agent.explorer(), transform, best_of=config.rollout.best_of)
         measured: list[Measurement | None] = [build_evaluator(config, agent, transform, pool, policy=policy)]
         if loader is not None and loader.held_out is not None:
             apart = parts.enter_context(build_held_out_loader(config, transform, mesh, loader.held_out))
             file = config.run_dir / FILE
             measured.append(build_held_out(config, agent, transform, mesh, apart, loader.held_out, file=file))
         if eval_fn is not None:
-            acting = policy or build_chunk_policy(config, agent, transform)
+            alike = policy is not None and agent.explorer() is agent
+            acting = policy if policy and alike else build_chunk_policy(config, agent, transform)
             measured.append(UserEvaluation(eval_fn, config, agent, transform, acting))
         yield (
             build_stream(config, agent, transform, mesh, loader, replay, pool, policy=policy, recorder=recorder),
@@ -163,7 +164,7 @@ def build_evaluator(
     """Evaluation during training, if it is asked for. A policy that collects alike is used, and compiled once."""
     if config.evaluation is None or pool is None:
         return None
-    if policy is None or config.evaluation.best_of != config.rollout.best_of:
+    if policy is None or config.evaluation.best_of != config.rollout.best_of or agent.explorer() is not agent:
         policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
     return Evaluator(pool, policy, config.evaluation, key=_key(config, "eval"), retries=config.rollout.retries)
 
@@ -229,7 +230,7 @@ def build_stream(
         return DatasetStream(loader)
     collector = Collector(
         pool,
-        policy or build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of),
+        policy or build_chunk_policy(config, agent.explorer(), transform, best_of=config.rollout.best_of),
         key=_key(config, "collect"),
         directory=config.run_dir / "rollouts",
         retries=config.rollout.retries,
