@@ -170,7 +170,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     try:
         with compiled_once(tmp_path_factory.mktemp("programs")):
             configs = configurations(tmp_path_factory.mktemp("one"))
-            rl, bc, frozen = (replace(configs[name], mesh=MeshConfig()) for name in ("rl_copies", "bc_shared", "rl_frozen"))
+            names = ("rl_copies", "bc_shared", "rl_frozen")
+            rl, bc, frozen = (replace(configs[name], mesh=MeshConfig()) for name in names)
             assert train(rl) == train(bc) == train(frozen) == 0
             eight = eight.finish()
             two = start(tmp_path_factory.mktemp("two"), 2, ("rl_copies", "bc_shared")).finish()

@@ -6,8 +6,8 @@
     actor       min E[α log μ(w | s) - Q^W(s, w)]           μ: w = m · tanh(u), u ~ N(mean(s), std(s))
     α           its entropy stays near `target_entropy`
 
-The two critics are DSRL's noise-aliased variant: the data need no noise, so demonstrations serve as well as the policy's
-own episodes. Each step of the chunk has noise of its own. Log-densities are means over the noise's numbers.
+The two critics are DSRL's noise-aliased variant: the data need no noise, so demonstrations serve as well as the
+policy's own episodes. Each step of the chunk has noise of its own. Log-densities are means over the noise's numbers.
 """
 
 import math
@@ -57,8 +57,8 @@ class DSRL(FrozenPolicy):
         return cls(
             **cls.parts_of(config, parts),
             noise_critic=replace(parts.critic, config=sizes, critic_horizon=horizon, real_action_dim=dim),
-            # Before training its samples are nearly normal noise: the policy as it is.
-            actor=ChunkActor.of(
+            # Before training u has the deviation 1/m: w is nearly normal where m is large.
+            actor=ChunkActor.reading(
                 parts.critic,
                 hidden=config.actor_hidden,
                 horizon=horizon,
@@ -91,8 +91,8 @@ class DSRL(FrozenPolicy):
 
     def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Draws:
         """Normal noise, the actor's, and which to take."""
-        prior, own, coin = jax.random.split(key, 3)
-        return Draws(jax.random.normal(prior, shape), jax.random.normal(own, shape), jax.random.uniform(coin, shape[:2]))
+        prior, own = (jax.random.normal(one, shape) for one in jax.random.split(key))
+        return Draws(prior, own, jax.random.uniform(jax.random.fold_in(key, 2), shape[:2]))
 
     def ahead(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Float[Array, "B N H A"]:
         """The flow from the actor's noise."""
@@ -109,17 +109,22 @@ class DSRL(FrozenPolicy):
 
     # What it learns
 
-    def noise_values(self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
-        """Q^W of each member."""
-        out = self.noise_critic.score(params, self.noise_critic.embed(params, inputs), noise)
-        return ob.critic_value(self.critic.config.loss, out, self.support)
+    def noise_scores(
+        self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]
+    ) -> Float[Array, "E B N *bins"]:
+        """What each member of Q^W predicts."""
+        return self.noise_critic.score(params, self.noise_critic.embed(params, inputs), noise)
+
+    def noise_value(self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]) -> Float[Array, "B N"]:
+        """Q^W, by the mean of the ensemble."""
+        return ob.critic_value(self.critic.config.loss, self.noise_scores(params, inputs, noise), self.support).mean(0)
 
     def distil_loss(
         self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"], y: Float[Array, "B N"]
     ) -> Float[Array, ""]:
         """How far Q^W is from what the critic says of the chunks that the noise leads to."""
         sizes, count = self.critic.config, y.size
-        out = self.noise_critic.score(params, self.noise_critic.embed(params, inputs), noise)
+        out = self.noise_scores(params, inputs, noise)
         out = out.reshape(len(out), count, *out.shape[3:])
         return ob.critic_loss(sizes.loss, out, y.reshape(count), support=self.support, delta=sizes.huber_delta).mean()
 
@@ -128,7 +133,7 @@ class DSRL(FrozenPolicy):
     ) -> tuple[Float[Array, ""], tuple[Array, Array]]:
         """α log μ(w | s) - Q^W(s, w); and the entropy, and Q^W."""
         noise, log_density = self.sample(actor, proposal.token, proposal.inputs.state, own)
-        q = self.noise_values(noise_critic, proposal.inputs, noise).mean(0)
+        q = self.noise_value(noise_critic, proposal.inputs, noise)
         return (alpha * log_density - q).mean(), (-log_density.mean(), q.mean())
 
     def learn(self, state: TrainState, critic: Params, proposal: Proposal, key: Array) -> Learned:
@@ -146,7 +151,9 @@ class DSRL(FrozenPolicy):
         warm = {"log_alpha": entropy - self.config.target_entropy}
         grads = {"noise_critic": distil, "actor": climb, "temperature": warm}
         learned = self.stepped(state, grads, when_open=frozenset({"actor", "temperature"}))
-        guessed = self.noise_values(before, proposal.inputs, proposal.noise).mean(0)
+        # Between observations values differ more than between noises, of which alone the actor learns.
+        guessed = self.noise_value(before, proposal.inputs, proposal.noise)
+        within = [(x - x.mean(1, keepdims=True)).ravel() for x in (guessed, y)]
         mean = self.actor(state.params["actor"], proposal.token, proposal.inputs.state)[..., 0]
         metrics = {
             "actor/loss": actor_loss,
@@ -155,7 +162,7 @@ class DSRL(FrozenPolicy):
             "actor/noise_gain": q - y.mean(),
             "actor/noise_size": jnp.sqrt(jnp.square(self.config.noise_limit * jnp.tanh(mean)).mean()),
             "critic/noise_loss": loss,
-            "critic/noise_correlation": ob.correlation(guessed.ravel(), y.ravel(), jnp.ones(y.size)),
+            "critic/noise_correlation": ob.correlation(*within, jnp.ones(y.size)),
         }
         return learned._replace(metrics=learned.metrics | metrics)
 
@@ -169,6 +176,4 @@ class DSRL(FrozenPolicy):
         own = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
         own = own if self.explores or count > 1 else jnp.zeros_like(own)
         noise, _ = self.sample(state.params["actor"], self.token(state, inputs), inputs.state, own)
-        return flow.sample(
-            self.policy, state.policy, context, noise, num_steps=self.config.flow_steps, steer=steer
-        )
+        return flow.sample(self.policy, state.policy, context, noise, num_steps=self.config.flow_steps, steer=steer)

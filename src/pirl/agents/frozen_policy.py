@@ -1,7 +1,8 @@
-"""A policy that stays as it is, a critic over its chunks, and a small actor beside it: what `DSRL` and `RLToken` share.
+"""A policy that stays as it is, a critic over its chunks, a small actor beside it: what `DSRL` and `RLToken` share.
 
-A subclass says what the actor does: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn` from
-what the critic says of them, and `plan` to act. No gradient passes the policy; its prefix is encoded once per observation.
+A subclass says what the actor does: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn`
+from what the critic says of them, and `plan` to act. No gradient passes the policy; its prefix is encoded once per
+observation.
 """
 
 from collections.abc import Mapping
@@ -106,7 +107,7 @@ class FrozenPolicy(ChunkCritic):
     # The rest
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some. They are kept in bfloat16, and never move."""
+        """A fresh state, around given policy weights where there are some; they are kept in bfloat16."""
         policy_key, critic_key, actor_key, more_key = jax.random.split(key, 4)
         policy = self.policy.init(policy_key) if policy_params is None else policy_params
         policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)

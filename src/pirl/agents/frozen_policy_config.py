@@ -43,11 +43,12 @@ class DSRLConfig(FrozenPolicyConfig):
 
     agent: ClassVar[str] = "pirl.agents.dsrl:DSRL"
 
-    noise_limit: Positive = 3.0
-    """Largest size of a number in the noise. The flow was trained on normal noise: much beyond 3 it never was."""
+    noise_limit: Positive = 1.0
+    """Largest size of a number in the noise. The flow knows noise whose numbers have a root mean square near 1: where
+    all of them may be large at once, the actor goes where the flow never was."""
     target_entropy: float = 0.0
-    """Entropy that the actor keeps, in nats per number of the noise. Normal noise has 1.42, one of a tenth of its
-    standard deviation -0.88."""
+    """Entropy that the actor keeps, in nats per number of the noise. Even noise within a limit of 1 has 0.69, normal
+    noise 1.42."""
     temperature_init: Positive = 0.02
     """Weight of the entropy to begin with, as a share of the value range; it is adapted to `target_entropy`."""
     prior_share: Share = 0.5
@@ -65,8 +66,8 @@ class DSRLConfig(FrozenPolicyConfig):
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """What all of them search, and how far the actor leaves normal noise."""
         yield from super().search(run)
-        yield "agent.noise_limit", Range(low=1.0, high=4.0)
-        yield "agent.target_entropy", Range(low=-1.0, high=1.0)
+        yield "agent.noise_limit", Range(low=0.5, high=2.0)
+        yield "agent.target_entropy", Range(low=-1.0, high=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class RLTokenConfig(FrozenPolicyConfig):
 
     edit_limit: Positive = 0.5
     """Largest edit of a number, in normalised actions."""
-    edit_cost: NotNegative = 0.1
+    edit_cost: NotNegative = 1.0
     """β: what an edit of 1 in every number costs, as a share of the value range."""
     reference_dropout: Share = 0.5
     """How often the actor is shown zeros instead of the policy's chunk, so that it learns to see what to do."""
@@ -88,4 +89,4 @@ class RLTokenConfig(FrozenPolicyConfig):
         """What all of them search, and how far edits may go."""
         yield from super().search(run)
         yield "agent.edit_limit", Range(low=0.1, high=1.0)
-        yield "agent.edit_cost", Range(low=0.01, high=1.0, log=True)
+        yield "agent.edit_cost", Range(low=0.1, high=10.0, log=True)

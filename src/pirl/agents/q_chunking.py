@@ -17,6 +17,7 @@ from pirl.agents import objectives as ob
 from pirl.agents.agent import Choice, Metrics, Parts, TrainState
 from pirl.agents.chunk_critic import ChunkCritic, copied
 from pirl.agents.learner import Learner, accumulated, in_parts
+from pirl.agents.q_chunking_config import QChunkingConfig
 from pirl.models import flow
 from pirl.models.critic import CriticInputs
 from pirl.models.observation import Observation
@@ -67,6 +68,7 @@ class ActorAux(NamedTuple):
 class QChunking(ChunkCritic):
     """All random draws are made for the whole batch, so splitting it changes nothing."""
 
+    config: QChunkingConfig
     policy_learner: Learner
     """How the policy's weights learn."""
     encoder_frozen: bool = False

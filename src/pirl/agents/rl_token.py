@@ -50,7 +50,7 @@ class RLToken(FrozenPolicy):
         return cls(
             **cls.parts_of(config, parts),
             flow_steps=parts.flow_steps,
-            actor=ChunkActor.of(
+            actor=ChunkActor.reading(
                 critic,
                 hidden=config.actor_hidden,
                 horizon=critic.critic_horizon,

@@ -7,6 +7,7 @@ The critic's loss alone teaches what to read (as in DrQ, arXiv 2004.13649): no g
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +43,10 @@ class ChunkActor:
     """Does a chunk enter every layer?"""
 
     @classmethod
-    def of(cls, critic: Critic, *, hidden: tuple[int, ...], horizon: int, action_dim: int, **rest: object) -> "ChunkActor":
+    def reading(cls, critic: Critic, **sizes: Any) -> "ChunkActor":
         """An actor that reads this critic's token."""
         token = critic.config.num_critics * critic.config.hidden[0]
-        sizes = {"token_dim": token, "state_dim": critic.state_dim, "horizon": horizon, "action_dim": action_dim}
-        return cls(hidden=hidden, **sizes, **rest)  # type: ignore[arg-type]
+        return cls(token_dim=token, state_dim=critic.state_dim, **sizes)
 
     def declare(self) -> dict[str, Leaf]:
         """Every parameter."""
