@@ -47,6 +47,8 @@ class AgentConfig(Checked):
     """The algorithm's class, as `module:Class`. A name, so that settings are read without jax."""
     replays: ClassVar[bool] = False
     """Whether it also learns from episodes that it collects (the `online` settings)."""
+    freezes_policy: ClassVar[bool] = False
+    """Whether no weight of the policy trains, whatever `freeze` says."""
 
     augment: bool = True
     """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
@@ -79,6 +81,11 @@ class AgentConfig(Checked):
     def one_step(self) -> bool:
         """Whether its policy takes one Euler step from noise to chunk: with more it does not act as trained."""
         return False
+
+    @property
+    def only_beside(self) -> bool:
+        """Whether what it learns stays beside the policy's weights: exported, they act as before training."""
+        return self.only_chooses
 
     @property
     def guided(self) -> bool:

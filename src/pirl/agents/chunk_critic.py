@@ -7,18 +7,21 @@ return itself, where it is known. No gradient leaves towards the policy.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Agent, Metrics, TrainState
+from pirl.agents.gate import said, stays_open
 from pirl.agents.learner import Learner, divided
-from pirl.agents.q_chunking_config import QChunkingConfig
+from pirl.agents.q_chunking_config import ChunkCriticConfig
 from pirl.models import flow
 from pirl.models.critic import Critic, CriticInputs
 from pirl.models.observation import Observation
@@ -42,7 +45,7 @@ class ChunkCritic(Agent):
 
     policy: FlowPolicy
     critic: Critic
-    config: QChunkingConfig
+    config: ChunkCriticConfig
     critic_learner: Learner
     """How the critic's weights learn."""
 
@@ -150,3 +153,53 @@ class ChunkCritic(Agent):
         critic = state.ema.get("critic", state.params["critic"])
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
         return self.values(critic, self.critic.embed(critic, inputs), chunks)
+
+    # What is logged of values
+
+    def value_metrics(self, state: TrainState, inputs: CriticInputs, batch: Any) -> Metrics:
+        """What the critic says of the data's chunks, against what came of them."""
+        critic, chunks = state.params["critic"], batch["critic_actions"][:, None]
+        embedding = self.critic.embed(critic, inputs)
+
+        def total(chunks: Array) -> tuple[Array, Array]:
+            q = self.values(critic, embedding, chunks).mean(0)[:, 0]
+            return q.sum(), q
+
+        slope, q = jax.grad(total, has_aux=True)(chunks)
+        known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
+        gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
+        gate = {} if self.config.gate is None else {"actor/gate": state.scalars["gate"]}
+        return gate | {
+            "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
+            "critic/mc_gap": ob.masked_mean(gap, known),
+            "critic/mc_correlation": ob.correlation(q, batch["mc_return"], known),
+            "data/valid_fraction": batch["valid"].mean(),
+            "data/critic_fraction": batch["sequence_mask"].mean(),
+        }
+
+    # When the actor starts
+
+    def scalars(self) -> dict[str, Array]:
+        """The numbers that the algorithm adapts, to begin with."""
+        return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
+
+    def actor_open(self, state: TrainState) -> Bool[Array, ""]:
+        """Does the actor listen to the critic?"""
+        return (state.step >= self.config.actor_warmup_steps) & (state.scalars.get("gate", 1.0) > 0)
+
+    def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
+        """Open or shut the gate, by what the critic knows of held-out episodes."""
+        gate = self.config.gate
+        if gate is None or (measured and not any(name.startswith("held_out/") for name in measured)):
+            return state
+        was_open = bool(state.scalars["gate"] > 0)
+        is_open = stays_open(measured, gate, was_open=was_open)
+        if is_open != was_open:
+            say(said(measured, is_open=is_open))
+        value = jax.device_put(np.float32(is_open), state.scalars["gate"].sharding)
+        return replace(state, scalars=state.scalars | {"gate": value})
+
+
+def copied(tree: Params) -> Params:
+    """A copy, not a reference: every leaf of the state is donated on its own."""
+    return jax.tree.map(jnp.copy, tree)

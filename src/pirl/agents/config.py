@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.agent_config import AgentConfig
 from pirl.agents.critic_actor_config import CriticNFTConfig, QCFQLConfig
+from pirl.agents.frozen_policy_config import DSRLConfig, RLTokenConfig
 from pirl.agents.ppo_config import FlowPPOConfig
 from pirl.agents.q_chunking_config import ACRLPDConfig, QChunkingConfig
 from pirl.agents.rollout_config import RIPTConfig
@@ -18,12 +19,14 @@ __all__ = [
     "ACRLPDConfig",
     "BCConfig",
     "CriticNFTConfig",
+    "DSRLConfig",
     "FilteredConfig",
     "FlowPPOConfig",
     "QCFQLConfig",
     "QChunkingConfig",
     "RECAPConfig",
     "RIPTConfig",
+    "RLTokenConfig",
 ]
 
 

@@ -5,21 +5,19 @@ prefix of each observation is encoded once per step; its features serve the crit
 and the actor's loss.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Choice, Metrics, Parts, TrainState
-from pirl.agents.chunk_critic import ChunkCritic
-from pirl.agents.gate import said, stays_open
+from pirl.agents.chunk_critic import ChunkCritic, copied
 from pirl.agents.learner import Learner, accumulated, in_parts
+from pirl.agents.q_chunking_config import QChunkingConfig
 from pirl.models import flow
 from pirl.models.critic import CriticInputs
 from pirl.models.observation import Observation
@@ -72,6 +70,7 @@ class ActorAux(NamedTuple):
 class QChunking(ChunkCritic):
     """All random draws are made for the whole batch, so splitting it changes nothing."""
 
+    config: QChunkingConfig
     policy_learner: Learner
     """How the policy's weights learn."""
     encoder_frozen: bool = False
@@ -143,35 +142,13 @@ class QChunking(ChunkCritic):
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params={"policy": policy, "critic": critic} | more,
-            target={"critic": _copy(critic)} | self.more_targets(policy),
-            ema={name: _copy(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
+            target={"critic": copied(critic)} | self.more_targets(policy),
+            ema={name: copied(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
             opt={"policy": policy_opt, "critic": critic_opt}
             | {name: self.policy_learner.tx.init(weights) for name, weights in more.items()},
             scalars=self.scalars(),
             frozen=self.policy_learner.frozen(policy),
         )
-
-    def scalars(self) -> dict[str, Array]:
-        """The numbers that the algorithm adapts, to begin with."""
-        return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
-
-    # When the actor starts
-
-    def actor_open(self, state: TrainState) -> Bool[Array, ""]:
-        """Does the actor listen to the critic?"""
-        return (state.step >= self.config.actor_warmup_steps) & (state.scalars.get("gate", 1.0) > 0)
-
-    def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
-        """Open or shut the gate, by what the critic knows of held-out episodes."""
-        gate = self.config.gate
-        if gate is None or (measured and not any(name.startswith("held_out/") for name in measured)):
-            return state
-        was_open = bool(state.scalars["gate"] > 0)
-        is_open = stays_open(measured, gate, was_open=was_open)
-        if is_open != was_open:
-            say(said(measured, is_open=is_open))
-        value = jax.device_put(np.float32(is_open), state.scalars["gate"].sharding)
-        return replace(state, scalars=state.scalars | {"gate": value})
 
     # For actors
 
@@ -279,31 +256,12 @@ class QChunking(ChunkCritic):
         return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))
 
     def _metrics(self, state: TrainState, aux: ActorAux, batch: Any) -> Metrics:
-        critic = state.params["critic"]
-        embedding = self.critic.embed(critic, aux.inputs)
-        chunks = batch["critic_actions"][:, None]
-
-        def total(chunks: Array) -> tuple[Array, Array]:
-            q = self.values(critic, embedding, chunks).mean(0)[:, 0]
-            return q.sum(), q
-
-        slope, q = jax.grad(total, has_aux=True)(chunks)
-        known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
-        gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
-        gate = {} if self.config.gate is None else {"actor/gate": state.scalars["gate"]}
-        return (
-            self.actor_metrics(state, aux)
-            | gate
-            | {name: numbers.mean() for name, numbers in aux.logged.items()}
-            | {
-                "actor/flow_loss": aux.flow_loss.mean(),
-                "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
-                "critic/mc_gap": ob.masked_mean(gap, known),
-                "critic/mc_correlation": ob.correlation(q, batch["mc_return"], known),
-                "data/valid_fraction": batch["valid"].mean(),
-                "data/critic_fraction": batch["sequence_mask"].mean(),
-            }
-        )
+        return {
+            **self.actor_metrics(state, aux),
+            **{name: numbers.mean() for name, numbers in aux.logged.items()},
+            "actor/flow_loss": aux.flow_loss.mean(),
+            **self.value_metrics(state, aux.inputs, batch),
+        }
 
     # Acting
 
@@ -352,8 +310,3 @@ class QChunking(ChunkCritic):
 def _named(key: Array) -> dict[str, Array]:
     """One key for each kind of randomness in a step."""
     return dict(zip(("augment", "flow", "time", "here", "there", "critic"), jax.random.split(key, 6), strict=True))
-
-
-def _copy(tree: Params) -> Params:
-    """A copy, not a reference: every leaf of the state is donated on its own."""
-    return jax.tree.map(jnp.copy, tree)

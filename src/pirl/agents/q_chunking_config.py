@@ -20,8 +20,8 @@ CriticRows = Literal["all", "shares"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QChunkingConfig(AgentConfig):
-    """The critic over action chunks that ACRLPD and its relatives share."""
+class ChunkCriticConfig(AgentConfig):
+    """A critic over action chunks, learned by temporal differences, and when an actor listens to it."""
 
     replays: ClassVar[bool] = True
 
@@ -50,20 +50,16 @@ class QChunkingConfig(AgentConfig):
     """For so many steps the critic learns the observed returns themselves (Monte Carlo), then bootstrapped targets. It
     starts at the data's values instead of at nothing. Chunks whose return nobody knows are bootstrapped throughout."""
     actor_warmup_steps: Natural = 0
-    """For so many steps the actor imitates the data alone while the critic learns."""
+    """For so many steps the actor does not listen to the critic, which learns alone. It imitates the data; beside a
+    frozen policy it stays as it began."""
     gate: Share | None = None
     """The actor listens to the critic while the rank correlation of values and returns on held-out episodes is above
-    this, and above what chance allows; until then it imitates. None: after `actor_warmup_steps`, whatever it knows."""
+    this, and above what chance allows; until then it is as in `actor_warmup_steps`. None: after those, whatever the
+    critic knows."""
     calql_weight: float = 0.0
     """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0 is off."""
-    flow_draws: Count = 1
-    """Points of the flow per chunk and step."""
-    flow_times: FlowTimes = "beta"
-    """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
     clip_targets: bool = True
     """Clip targets to the returns that the rewards allow. Q-chunking does not; `hl_gauss` clips in any case."""
-    policy_ema_decay: Decay | None = 0.999
-    """Average of the policy, for acting, targets and checkpoints; None turns it off."""
     critic_ema_decay: Decay | None = 0.99
     """Average of the critic, for choosing among candidates when acting; None turns it off."""
 
@@ -83,20 +79,11 @@ class QChunkingConfig(AgentConfig):
         return True
 
     @property
-    def policy_ema(self) -> float | None:
-        """EMA decay of the policy's weights, or None."""
-        return self.policy_ema_decay
-
-    @property
     def critic_ema(self) -> float | None:
         """EMA decay of the critic's weights, or None."""
         return self.critic_ema_decay
 
-    def without_ema(self) -> "QChunkingConfig":
-        """The same settings without the policy's EMA."""
-        return replace(self, policy_ema_decay=None)
-
-    def small(self) -> "QChunkingConfig":
+    def small(self) -> "ChunkCriticConfig":
         """The actor starts at once."""
         small = replace(self, accumulate=min(self.accumulate, 2), gate=None, mc_steps=min(self.mc_steps, 2))
         return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
@@ -139,6 +126,27 @@ class QChunkingConfig(AgentConfig):
                 "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
                 "it bounds the values: --agent.no-reward-once",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QChunkingConfig(ChunkCriticConfig):
+    """The same, with a policy that learns by flow matching: what ACRLPD and its relatives share."""
+
+    flow_draws: Count = 1
+    """Points of the flow per chunk and step."""
+    flow_times: FlowTimes = "beta"
+    """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
+    policy_ema_decay: Decay | None = 0.999
+    """Average of the policy, for acting, targets and checkpoints; None turns it off."""
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.policy_ema_decay
+
+    def without_ema(self) -> "QChunkingConfig":
+        """The same settings without the policy's EMA."""
+        return replace(self, policy_ema_decay=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,10 +152,10 @@ class PrefixCritic(Critic):
             "pool/value": project,
         }
         sources = {"pooled": c.num_queries * c.pool_width, "state": self.state_dim}
-        leaves |= prefixed("trunk", _layer(sources, c.embedding_width))
+        leaves |= prefixed("trunk", dense(sources, c.embedding_width))
         name, width = "state", c.embedding_width
         for i, out in enumerate(c.hidden):
-            leaves |= prefixed(f"layer_{i}", _layer({name: width, "action": actions}, out))
+            leaves |= prefixed(f"layer_{i}", dense({name: width, "action": actions}, out))
             name, width = "hidden", out
         leaves |= _head(lecun_normal(width), width, c.outputs)
         return leaves
@@ -169,7 +169,7 @@ class PrefixCritic(Critic):
             )
         pooled = pool(params["pool"], inputs.features, inputs.mask)
         sources = {"pooled": pooled, "state": inputs.state[:, : self.state_dim].astype(jnp.float32)}
-        return _activate(params["trunk"], _mix(params["trunk"], sources)) @ params["layer_0"]["state"]
+        return activate(params["trunk"], mix(params["trunk"], sources)) @ params["layer_0"]["state"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class MLPCritic(Critic):
         for i, width in enumerate(self.config.hidden):
             # One matrix over the concatenation, kept in two parts: the fan is that of both.
             init = xavier_uniform(sum(sources.values()), width)
-            leaves |= prefixed(f"layer_{i}", _layer(sources, width, init))
+            leaves |= prefixed(f"layer_{i}", dense(sources, width, init))
             sources = {"hidden": width}
         width, outputs = self.config.hidden[-1], self.config.outputs
         leaves |= _head(xavier_uniform(width, outputs), width, outputs)
@@ -219,7 +219,7 @@ def pool(params: Params, features: Float[Array, "B P W"], mask: Bool[Array, "B P
     per token it takes queries × heads instead of `pool_width` products, and no keys or values are stored.
     """
     # A token's scale is whatever the VLM makes it; a learned affine would be absorbed by the projections.
-    tokens = _standardize(features.astype(jnp.float32), epsilon=1e-12)
+    tokens = standardize(features.astype(jnp.float32), epsilon=1e-12)
     tokens = jnp.where(mask[..., None], tokens, 0.0)
     query = jnp.einsum("qkd,wkd->qkw", params["query"], params["key"]) * params["query"].shape[-1] ** -0.5
     scores = jnp.einsum("qkw,bpw->bqkp", query, tokens)
@@ -229,7 +229,7 @@ def pool(params: Params, features: Float[Array, "B P W"], mask: Bool[Array, "B P
     values = jnp.einsum("bqkw,wkd->bqkd", summary, params["value"])
     batch, queries = values.shape[:2]
     # An average over many tokens is small; on one scale with the proprioception it is heard from the start.
-    return _standardize(values.reshape(batch, queries, -1)).reshape(batch, -1)
+    return standardize(values.reshape(batch, queries, -1)).reshape(batch, -1)
 
 
 def _score(
@@ -241,18 +241,18 @@ def _score(
         if key is not None:
             kept = jax.random.bernoulli(jax.random.fold_in(key, i), 1 - dropout, z.shape)
             z = jnp.where(kept, z / (1 - dropout), 0.0)
-        return _activate(params[f"layer_{i}"], z)
+        return activate(params[f"layer_{i}"], z)
 
     first = params["layer_0"]
     x = finish(0, embedding[:, None] + _dot(actions, first["action"]) + first["bias"])
     for i in range(1, sum(name.startswith("layer_") for name in params)):
         layer = params[f"layer_{i}"]
-        x = finish(i, _mix(layer, {"hidden": x} | ({"action": actions} if "action" in layer else {})))
+        x = finish(i, mix(layer, {"hidden": x} | ({"action": actions} if "action" in layer else {})))
     # Values are compared with each other: they are not rounded.
     return _dot(x, params["head"]["kernel"], exact=True) + params["head"]["bias"]
 
 
-def _layer(sources: Mapping[str, int], out: int, init: Initializer | None = None) -> dict[str, Leaf]:
+def dense(sources: Mapping[str, int], out: int, init: Initializer | None = None) -> dict[str, Leaf]:
     """A dense layer over several sources with a LayerNorm. By default all sources start equally loud, however wide."""
     leaves = {name: Leaf((fan, out), init or lecun_normal(fan * len(sources))) for name, fan in sources.items()}
     return leaves | {"bias": Leaf((out,), zeros), "scale": Leaf((out,), ones), "offset": Leaf((out,), zeros)}
@@ -262,7 +262,7 @@ def _head(init: Initializer, width: int, outputs: int) -> dict[str, Leaf]:
     return {"head/kernel": Leaf((width, outputs), init), "head/bias": Leaf((outputs,), zeros)}
 
 
-def _mix(layer: Params, sources: Mapping[str, Array]) -> Array:
+def mix(layer: Params, sources: Mapping[str, Array]) -> Array:
     """The layer's matrix on the concatenation of its sources."""
     return sum((_dot(x, layer[name]) for name, x in sources.items()), start=layer["bias"])
 
@@ -272,12 +272,12 @@ def _dot(x: Float[Array, "... I"], kernel: Float[Array, "I O"], *, exact: bool =
     return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32 if exact else None)
 
 
-def _activate(layer: Params, z: Float[Array, "... D"]) -> Float[Array, "... D"]:
+def activate(layer: Params, z: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """GELU, then LayerNorm (Q-chunking's order)."""
-    return _standardize(jax.nn.gelu(z)) * layer["scale"] + layer["offset"]
+    return standardize(jax.nn.gelu(z)) * layer["scale"] + layer["offset"]
 
 
-def _standardize(x: Float[Array, "... D"], epsilon: float = 1e-6) -> Float[Array, "... D"]:
+def standardize(x: Float[Array, "... D"], epsilon: float = 1e-6) -> Float[Array, "... D"]:
     """Mean 0 and variance 1 over the last axis."""
     centred = x - x.mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)

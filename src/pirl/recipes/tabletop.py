@@ -11,6 +11,9 @@
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train critic_nft_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train qc_fql_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dsrl_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dsrl_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train rl_token_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -22,11 +25,13 @@ from pirl.agents.config import (
     ACRLPDConfig,
     BCConfig,
     CriticNFTConfig,
+    DSRLConfig,
     FilteredConfig,
     FlowPPOConfig,
     QCFQLConfig,
     RECAPConfig,
     RIPTConfig,
+    RLTokenConfig,
 )
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
@@ -163,4 +168,41 @@ _QC_FQL = replace(
     rollout=replace(_BC.rollout, flow_steps=1),
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP, _FLOW_PPO, _CRITIC_NFT, _QC_FQL)
+_DSRL = replace(
+    name="dsrl_tabletop",
+    agent=DSRLConfig(
+        q_aggregation="min",
+        actor_warmup_steps=400,
+        actor_hidden=(128, 128),
+    ),
+    critic=replace(get_critic_preset("tiny"), action_clip=3.0),
+    freeze=None,
+    policy_schedule=ConstantSchedule(lr=1e-3),
+)
+
+_DSRL_ONLINE = replace(_DSRL, name="dsrl_tabletop_online", online=_ONLINE.online)
+
+_RL_TOKEN = replace(
+    _DSRL,
+    name="rl_token_tabletop",
+    agent=RLTokenConfig(
+        q_aggregation="min",
+        actor_warmup_steps=400,
+        actor_hidden=(128, 128),
+    ),
+)
+
+RECIPES = (
+    _BC,
+    _ACRLPD,
+    _ONLINE,
+    _RIPT,
+    _FILTERED,
+    _RECAP,
+    _FLOW_PPO,
+    _CRITIC_NFT,
+    _QC_FQL,
+    _DSRL,
+    _DSRL_ONLINE,
+    _RL_TOKEN,
+)
