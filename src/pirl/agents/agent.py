@@ -155,7 +155,8 @@ class Agent:
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
         """Shapes and types of the batches that `update` takes."""
-        return chunk_spec(sizes, next_observations=self.config.learns_values)
+        c = self.config
+        return chunk_spec(sizes, next_observations=c.learns_values, corrections=c.heeds_corrections)
 
     def served(self, state: TrainState) -> Params | None:
         """The weights for OpenPI, where they are neither the policy's nor its average; else None."""

@@ -6,6 +6,7 @@
     pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/1600
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dagger_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
@@ -15,7 +16,7 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, DAggerConfig, FilteredConfig, RECAPConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import TabletopConfig
@@ -90,6 +91,13 @@ _RIPT = replace(
     log_interval=1,
 )
 
+_DAGGER = replace(
+    _ACRLPD,
+    name="dagger_tabletop",
+    agent=DAggerConfig(flow_draws=2, augment=False, ema_decay=0.98),
+    data=replace(_ACRLPD.data, takeover_window=4),
+)
+
 _FILTERED = replace(
     _ACRLPD,
     name="filtered_tabletop",
@@ -109,4 +117,4 @@ _RECAP = replace(
     ),
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP)
+RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _DAGGER, _FILTERED, _RECAP)
