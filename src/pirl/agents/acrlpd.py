@@ -82,12 +82,12 @@ class ACRLPD(QChunking):
             share = jnp.where(warm, c.bc_loss_weight, 1.0)
             loss = self._raised(share, part) * imitation + (1 - share) * cloned(best, None)
         else:
-            loss = self._raised(jnp.float32(1.0), part) * imitation
+            loss = self._raised(jnp.ones(()), part) * imitation
         aux = ActorAux(inputs, candidates, found.members, advantage, spread, raw, imitation)
         return loss.mean(), jax.lax.stop_gradient(aux)
 
-    def _raised(self, weight: Float[Array, "*B"], part: ActorPart) -> Float[Array, "*B"]:
-        """The weight of imitation, of a person's chunks at least `correction_weight`."""
+    def _raised(self, weight: Array, part: ActorPart) -> Array:
+        """The weight of imitation, one or one per sample; of a person's chunks it is at least `correction_weight`."""
         floor = self.config.correction_weight
         if floor is None or part.acted_by is None:
             return weight
