@@ -55,8 +55,9 @@ class DAggerConfig(BCConfig):
 
     agent: ClassVar[str] = "pirl.agents.dagger:DAgger"
 
-    correction_weight: NotNegative = 1.0
-    """What a chunk that a person chose in place of the policy counts for; a demonstration counts 1."""
+    correction_weight: NotNegative = 3.0
+    """What a chunk that a person chose in place of the policy counts for; a demonstration counts 1. Corrections are few
+    and show what demonstrations do not."""
     policy_weight: NotNegative = 0.0
     """What the policy's own chunks count for, those in the `data.takeover_window` steps before a takeover excepted:
     they count nothing. 0: pure HG-DAgger."""
