@@ -76,7 +76,9 @@ class DAggerConfig(BCConfig):
             )
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Behaviour cloning's, and the weights."""
-        yield from super().search(run)
+        """Learning rate, flow draws, EMA, and the weights."""
+        yield "pi0_lr", around(run.policy_schedule)
+        yield "agent.flow_draws", Choice(values=(1, 2, 4))
+        yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))
         yield "agent.correction_weight", Choice(values=(1.0, 3.0, 10.0))
         yield "agent.policy_weight", Choice(values=(0.0, 0.3, 1.0))

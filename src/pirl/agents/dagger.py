@@ -63,13 +63,14 @@ class DAgger(BC):
         parts = (weight, observation, actions, steps, draws)
         value, per_sample, grads = accumulated(loss, trainable, parts, self.config.accumulate)
         params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
-        acted_by = batch["acted_by"]
-        kinds = {"autonomous": AUTONOMOUS, "blamed": BLAMED, "corrected": CORRECTED}
+        shares = {who: corrections.begun_by(batch["acted_by"], who).mean() for who in (AUTONOMOUS, BLAMED, CORRECTED)}
         metrics = {
             "policy/loss": value,
             "policy/flow_loss": per_sample.mean(),
             "policy/grad_norm": optax.tree.norm(grads),
-            **{f"data/{name}": corrections.begun_by(acted_by, kind).mean() for name, kind in kinds.items()},
+            "data/autonomous": shares[AUTONOMOUS],
+            "data/blamed": shares[BLAMED],
+            "data/corrected": shares[CORRECTED],
             "data/imitated": jnp.mean(steps * (weight > 0)[:, None]),
             "data/valid_fraction": jnp.mean(batch["valid"]),
         }
