@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -230,3 +230,6 @@ class Rollout:
     """The environment's pictures by their observation keys, at the steps in `frame_steps`."""
     frame_steps: Int[Array, "n"]
     """The steps there are pictures of: all of them, or those in `starts`."""
+    notes: Mapping[str, Array] = field(default_factory=dict)
+    """What an exploring policy noted of its plans, in the order of `starts`. One entry more is of the observation that
+    an episode ended with that was cut off, for policies that look at it."""

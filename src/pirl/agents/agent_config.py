@@ -23,6 +23,9 @@ class GroupPlan:
     """Passes over the rollouts."""
     even: bool = False
     """Whether all rollouts count the same, however many rows they have."""
+    last_look: bool = False
+    """Whether the policy also notes something of the observation that an episode ended with that was cut off, such as
+    its value."""
 
 
 class RewardRange(NamedTuple):
@@ -78,6 +81,11 @@ class AgentConfig(Checked):
         return False
 
     @property
+    def one_step(self) -> bool:
+        """Whether its policy takes one Euler step from noise to chunk: with more it does not act as trained."""
+        return False
+
+    @property
     def guided(self) -> bool:
         """Whether its policy has a condition that acting may weigh, by the setting `guidance`."""
         return False
@@ -91,6 +99,11 @@ class AgentConfig(Checked):
     def groups(self) -> GroupPlan | None:
         """The rollouts of one iteration; None for algorithms that do not need any."""
         return None
+
+    @property
+    def explores(self) -> bool:
+        """Whether it acts differently while it collects: by `Agent.explore`."""
+        return False
 
     @property
     def discount(self) -> float:

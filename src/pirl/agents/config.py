@@ -6,13 +6,26 @@ from typing import Any, ClassVar
 
 from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.agent_config import AgentConfig
+from pirl.agents.critic_actor_config import CriticNFTConfig, QCFQLConfig
+from pirl.agents.ppo_config import FlowPPOConfig
 from pirl.agents.q_chunking_config import ACRLPDConfig, QChunkingConfig
 from pirl.agents.rollout_config import RIPTConfig
 from pirl.ranges import Count, Decay, NotNegative
 from pirl.search import Choice, Item, around
 from pirl.training.config import AdamW
 
-__all__ = ["ACRLPDConfig", "BCConfig", "DAggerConfig", "FilteredConfig", "QChunkingConfig", "RECAPConfig", "RIPTConfig"]
+__all__ = [
+    "ACRLPDConfig",
+    "BCConfig",
+    "CriticNFTConfig",
+    "DAggerConfig",
+    "FilteredConfig",
+    "FlowPPOConfig",
+    "QCFQLConfig",
+    "QChunkingConfig",
+    "RECAPConfig",
+    "RIPTConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,8 @@ class ActorAux(NamedTuple):
     """Standard deviation of the candidates' values."""
     weight: Float[Array, "B"]
     flow_loss: Float[Array, "B"]
+    logged: Metrics = {}  # noqa: RUF012 - nobody changes it
+    """Other numbers of each row, by the names that their means are logged under."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +105,17 @@ class QChunking(ChunkCritic):
         """Does anything compare the data at s with the policy's own chunks?"""
         return True
 
+    def more_weights(self, policy: Params) -> dict[str, Params]:
+        """Weights that train beside the policy's, in the same way, to begin with: trainable leaves alone."""
+        return {}
+
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """Slowly following copies beside the critic's, to begin with."""
         return {}
 
-    def followed(self, target: dict[str, Params], policy: Params) -> dict[str, Params]:
-        """Those copies, after a step of the policy."""
-        return target
+    def followed(self, state: TrainState, policy: Params) -> dict[str, Params]:
+        """Those copies, after a step that made this policy of the state's."""
+        return state.target
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
         """The numbers that the algorithm adapts, for the next step."""
@@ -118,6 +124,11 @@ class QChunking(ChunkCritic):
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
         """What to log of the actor."""
         return {}
+
+    @property
+    def acting_steps(self) -> int:
+        """Euler steps when acting."""
+        return self.flow_steps or self.config.flow_steps
 
     def candidates_to_act(self, best_of: int | None) -> int:
         """How many chunks are compared when acting."""
@@ -129,13 +140,15 @@ class QChunking(ChunkCritic):
         policy = self.policy.init(policy_key) if policy_params is None else policy_params
         policy, policy_opt = self.policy_learner.init(policy)
         critic, critic_opt = self.critic_learner.init(self.critic.init(critic_key))
+        more = self.more_weights(policy)
         learners = {"policy": (self.policy_learner, policy), "critic": (self.critic_learner, critic)}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params={"policy": policy, "critic": critic},
+            params={"policy": policy, "critic": critic} | more,
             target={"critic": _copy(critic)} | self.more_targets(policy),
             ema={name: _copy(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
-            opt={"policy": policy_opt, "critic": critic_opt},
+            opt={"policy": policy_opt, "critic": critic_opt}
+            | {name: self.policy_learner.tx.init(weights) for name, weights in more.items()},
             scalars=self.scalars(),
             frozen=self.policy_learner.frozen(policy),
         )
@@ -195,16 +208,21 @@ class QChunking(ChunkCritic):
         successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
 
         trainable, frozen = self.policy_learner.split(state.params["policy"])
+        more = {name: weights for name, weights in state.params.items() if name not in ("policy", "critic")}
 
-        def actor_loss(trainable: Params, part: ActorPart) -> tuple[Array, ActorAux]:
-            return self.actor_loss(self.policy_learner.join(trainable, frozen), state, part)
+        def actor_loss(weights: dict[str, Params], part: ActorPart) -> tuple[Array, ActorAux]:
+            beside = {name: weights[name] for name in more}
+            policy = self.policy_learner.join(weights["policy"], frozen)
+            return self.actor_loss(policy, replace(state, params=state.params | beside), part)
 
-        loss, aux, grads = accumulated(actor_loss, trainable, part, c.accumulate)
-        policy, policy_opt = self.policy_learner.step(state.params["policy"], grads, state.opt["policy"])
+        loss, aux, grads = accumulated(actor_loss, {"policy": trainable} | more, part, c.accumulate)
         critic, target, critic_opt, info = self.update_critic(
             state, aux.inputs, aux.candidates, successor, batch, keys["critic"]
         )
-        params = {"policy": policy, "critic": critic}
+        params, opt = {"critic": critic}, {"critic": critic_opt}
+        for name, gradient in grads.items():
+            learner = self.policy_learner if name == "policy" else replace(self.policy_learner, mask=None)
+            params[name], opt[name] = learner.step(state.params[name], gradient, state.opt[name])
         learners = {"policy": self.policy_learner, "critic": self.critic_learner}
         metrics = {
             "actor/loss": loss,
@@ -216,9 +234,9 @@ class QChunking(ChunkCritic):
             state,
             step=state.step + 1,
             params=params,
-            target=self.followed(state.target, policy) | {"critic": target},
+            target=self.followed(state, params["policy"]) | {"critic": target},
             ema={name: learners[name].average(average, params[name]) for name, average in state.ema.items()},
-            opt={"policy": policy_opt, "critic": critic_opt},
+            opt=opt,
             scalars=self.adapted(state, aux),
         )
         return new, metrics
@@ -238,7 +256,7 @@ class QChunking(ChunkCritic):
         y, _ = self.target(critic, state.target["critic"], successor, batch, pair_key)
         y = self.taught(state, batch, y)
         temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
-        imitation = self.bc_loss(policy, part.observation, part.actions, part.valid, part.draws)
+        imitation = self.bc_loss(self.imitator(state) or policy, part.observation, part.actions, part.valid, part.draws)
         total = temporal + actor
         return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
 
@@ -279,6 +297,7 @@ class QChunking(ChunkCritic):
         return (
             self.actor_metrics(state, aux)
             | gate
+            | {name: numbers.mean() for name, numbers in aux.logged.items()}
             | {
                 "actor/flow_loss": aux.flow_loss.mean(),
                 "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
@@ -324,8 +343,7 @@ class QChunking(ChunkCritic):
         params = state.policy
         context = self.policy.encode(params, observation)
         noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
-        steps = self.flow_steps or self.config.flow_steps
-        chunks = flow.sample(self.policy, params, context, noise, num_steps=steps, steer=steer)
+        chunks = flow.sample(self.policy, params, context, noise, num_steps=self.acting_steps, steer=steer)
         if count == 1:
             return Choice(chunks[:, 0])
         critic = state.ema.get("critic", state.params["critic"])

@@ -128,7 +128,10 @@ def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[st
     name = args.name or re.sub(r"\W", "_", f"{config.name}_{config.exp_name}")
     source = handover.openpi_config(name, model, config.robot, asset, _only_task(config))
     command = handover.serve_command(name, args.out.expanduser().absolute())
-    return {HANDOVER_FILE: handover.handover_text(source, command, handover.problems(model, config.robot))}
+    problems = handover.problems(model, config.robot)
+    if config.agent.one_step:
+        problems += (handover.ONE_STEP,)
+    return {HANDOVER_FILE: handover.handover_text(source, command, problems)}
 
 
 def _only_task(config: "RLTrainConfig") -> str | None:

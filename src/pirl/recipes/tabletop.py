@@ -5,10 +5,13 @@
     pirl train bc_tabletop --exp-name first
     pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/1600
+    pirl train flow_ppo_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train dagger_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train critic_nft_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train qc_fql_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -16,7 +19,17 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, DAggerConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import (
+    ACRLPDConfig,
+    BCConfig,
+    CriticNFTConfig,
+    DAggerConfig,
+    FilteredConfig,
+    FlowPPOConfig,
+    QCFQLConfig,
+    RECAPConfig,
+    RIPTConfig,
+)
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import TabletopConfig
@@ -24,7 +37,7 @@ from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
 from pirl.rollout.config import EvalConfig, OnlineConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
 
 _BC = RLTrainConfig(
     name="bc_tabletop",
@@ -117,4 +130,46 @@ _RECAP = replace(
     ),
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _DAGGER, _FILTERED, _RECAP)
+_FLOW_PPO = replace(
+    _RIPT,
+    name="flow_ppo_tabletop",
+    agent=FlowPPOConfig(group_size=8, groups_per_iteration=48, epochs=4, discount=0.98, bootstrap_timeouts=False),
+    policy_schedule=CosineSchedule(warmup_steps=16, peak_lr=2e-4, decay_steps=640, decay_lr=4e-5),
+    critic_schedule=ConstantSchedule(lr=1e-3),
+    evaluation=EvalConfig(interval=10, episodes=400),
+    checkpoint=CheckpointConfig(save_interval=10, keep_period=None, keep_best=KeepBest()),
+    num_train_steps=40,
+)
+
+_CRITIC_NFT = replace(
+    _ACRLPD,
+    name="critic_nft_tabletop",
+    agent=CriticNFTConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=4,
+        flow_draws=2,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+)
+
+_QC_FQL = replace(
+    _ACRLPD,
+    name="qc_fql_tabletop",
+    agent=QCFQLConfig(
+        discount=0.9,
+        num_action_samples=1,
+        flow_steps=5,
+        flow_draws=2,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+    rollout=replace(_BC.rollout, flow_steps=1),
+)
+
+RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _DAGGER, _FILTERED, _RECAP, _FLOW_PPO, _CRITIC_NFT, _QC_FQL)

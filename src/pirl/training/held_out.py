@@ -155,8 +155,11 @@ class HeldOut:
         if policy is None:
             return found
         context = policy.encode(state.policy, here)
-        error = flow.squared_error(policy, state.policy, context, actions, jax.vmap(_draw)(flowing, actions))
-        found["flow_loss"] = flow.chunk_loss(error, valid=valid, dims=dims)
+        imitator = self._agent.imitator(state)
+        if imitator is not None:
+            seen = context if imitator is state.policy else policy.encode(imitator, here)
+            error = flow.squared_error(policy, imitator, seen, actions, jax.vmap(_draw)(flowing, actions))
+            found["flow_loss"] = flow.chunk_loss(error, valid=valid, dims=dims)
         if self._values is None or not with_values:
             return found
 
