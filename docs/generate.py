@@ -78,6 +78,7 @@ PURPOSES = {
     "acrlpd_tabletop": "improve it offline, from the same demonstrations",
     "acrlpd_tabletop_online": "the same, then online with a replay buffer",
     "ript_tabletop": "improve it with group rollouts, without a critic",
+    "dagger_tabletop": "imitate demonstrations and a person's corrections, not what they took over from",
     "flow_ppo_tabletop": "improve it by PPO over the denoising path",
     "filtered_tabletop": "imitate the chunks with the best returns: the baseline without a value",
     "recap_tabletop": "tell the policy which chunks were better than usual",

@@ -45,6 +45,7 @@ class Settings:
     critic_rate: float
     policy_decay: float
     critic_decay: float
+    correction_weight: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,17 +271,25 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         weight = np.ones(size) if warming else s.bc_loss_weight + (1 - s.bc_loss_weight) * raw / state["mean_weight"]
     best = np.array([candidates[b, np.argmax(of_candidates[b])] for b in range(size)])
 
+    imitable, floor = batch["valid"], np.zeros(size)
+    if s.correction_weight is not None:
+        persons = batch["acted_by"] == 3
+        floor = np.where(persons[:, 0], s.correction_weight, 0.0)
+        handed_back = np.maximum.accumulate(~persons, axis=1) & persons[:, :1]
+        imitable = np.where(handed_back, 0.0, imitable)
+
     def losses(policy: Tree, chunks, valid):
         return flow_losses(s, policy, here, chunks, valid, draws.noise, draws.time)
 
     def actor_loss(policy: Tree) -> float:
-        imitation = losses(policy, batch["actions"], batch["valid"])
+        imitation = losses(policy, batch["actions"], imitable)
         if s.actor == "awr":
-            return (weight * imitation).mean()
+            return (np.maximum(weight, floor) * imitation).mean()
         if s.actor == "distill" and not warming:
             improved = losses(policy, best, np.ones_like(batch["valid"]))
-            return (s.bc_loss_weight * imitation + (1 - s.bc_loss_weight) * improved).mean()
-        return imitation.mean()
+            share = np.maximum(s.bc_loss_weight, floor)
+            return (share * imitation + (1 - s.bc_loss_weight) * improved).mean()
+        return (np.maximum(1.0, floor) * imitation).mean()
 
     policy_gradient = gradient(actor_loss, policy)
     new_policy = mapped(lambda x, g: x - s.policy_rate * g, policy, policy_gradient)
@@ -308,7 +317,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
 
     # What adapts
     beta, mean_weight = state["beta"], state["mean_weight"]
-    imitated = batch["valid"].any(1)
+    imitated = imitable.any(1)
     if compares:
         ess = 1 - (1 - s.target_ess) * agreed if s.heed_agreement else s.target_ess
         fitted = fitted_beta(advantage[imitated], ess, s.weight_cap)
@@ -318,7 +327,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     metrics = {
         "actor/loss": actor_loss(policy),
         "actor/grad_norm": norm(policy_gradient),
-        "actor/flow_loss": losses(policy, batch["actions"], batch["valid"]).mean(),
+        "actor/flow_loss": losses(policy, batch["actions"], imitable).mean(),
         "critic/loss": loss,
         "critic/grad_norm": norm(grads),
         "critic/y": y.mean(),

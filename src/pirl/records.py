@@ -10,6 +10,10 @@ from jaxtyping import Bool, Float, Int, UInt8
 
 Array = np.ndarray
 
+DEMONSTRATED, AUTONOMOUS, BLAMED, CORRECTED = range(4)
+"""Who chose an action, where batches say so (`ChunkBatch`). A dataset that does not say is a demonstration; else it was
+the policy, the policy shortly before a person took over (`data.takeover_window`), or that person."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
@@ -130,6 +134,9 @@ class ChunkBatch(TypedDict, total=False):
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
     """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
+    acted_by: Int[Array, "B H"]
+    """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that heed corrections;
+    steps outside the episode repeat its last one."""
 
 
 class Spec(NamedTuple):
@@ -181,7 +188,7 @@ def observation_spec(sizes: BatchSizes) -> BatchSpec:
     return spec
 
 
-def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True) -> BatchSpec:
+def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True, corrections: bool = False) -> BatchSpec:
     """The spec of `ChunkBatch`."""
     size, observations = sizes.batch, observation_spec(sizes)
     steps, number = Spec((size, sizes.horizon), "float32"), Spec((size,), "float32")
@@ -193,6 +200,7 @@ def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True) -> BatchSpe
         **dict.fromkeys(("rewards", "masks", "valid", "terminals"), steps),
         **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
         "length": Spec((size,), "int32"),
+        **({"acted_by": Spec((size, sizes.horizon), "int32")} if corrections else {}),
     }
 
 

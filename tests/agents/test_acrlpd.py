@@ -32,7 +32,7 @@ from pirl.models.params import flatten
 from pirl.models.pi0 import Pi0
 from pirl.models.policy import FlowPolicy
 from pirl.names import BASE_CAMERA
-from pirl.records import Episode
+from pirl.records import AUTONOMOUS, CORRECTED, Episode
 
 SIZE, HORIZON, DIM, REAL, CRITIC_HORIZON, STATE, CRITIC_STATE = 8, 3, 3, 2, 2, 4, 3
 NUM, DRAWS, WARMUP, STEP = 3, 2, 3, 5
@@ -196,6 +196,7 @@ def settings(agent: ACRLPD) -> naive.Settings:
         critic_rate=CRITIC_RATE,
         policy_decay=POLICY_DECAY,
         critic_decay=CRITIC_DECAY,
+        correction_weight=c.correction_weight,
     )
 
 
@@ -257,6 +258,22 @@ def test_update_equals_numpy(actor: str):
         close(metrics[name], value, rtol=2e-4, err_msg=name)
     assert int(new.step) == STEP + 1
     assert same(new.target.get("policy", {}), state.target.get("policy", {}))
+
+
+@pytest.mark.parametrize("actor", CASES)
+def test_what_a_person_did_counts_at_least_so_much(actor: str):
+    """Chunks that a person began, until they hand back; others as ever, also those that a person ends."""
+    acted_by = np.full((SIZE, HORIZON), AUTONOMOUS)
+    acted_by[:2], acted_by[7], acted_by[7, 1:], acted_by[3, 1:] = CORRECTED, CORRECTED, AUTONOMOUS, CORRECTED
+    batch = make_batch() | {"acted_by": jnp.asarray(acted_by, jnp.int32)}
+    agent = make(actor, correction_weight=1.6)
+    state = make_state(agent)
+    new, metrics = jax.jit(agent.update)(state, batch, KEY)
+    trees, numbers, _ = naive.update(settings(agent), naive_state(state), doubles(batch), naive_draws(agent, KEY))
+    for name, value in trees.items():
+        close(naive_state(new)[name], value, err_msg=name)
+    close(metrics["actor/loss"], numbers["actor/loss"], rtol=2e-4)
+    assert largest_difference(new.params["policy"], updating(make(actor))(state, make_batch(), KEY)[0].params["policy"])
 
 
 @pytest.mark.parametrize("actor", CASES)

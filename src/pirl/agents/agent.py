@@ -161,7 +161,8 @@ class Agent:
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
         """Shapes and types of the batches that `update` takes."""
-        return chunk_spec(sizes, next_observations=self.config.learns_values)
+        c = self.config
+        return chunk_spec(sizes, next_observations=c.learns_values, corrections=c.heeds_corrections)
 
     def imitator(self, state: TrainState) -> Params | None:
         """The weights whose flow loss says how well the data are imitated; None where they are not in the state."""

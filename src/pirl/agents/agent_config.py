@@ -68,6 +68,11 @@ class AgentConfig(Checked):
         return False
 
     @property
+    def heeds_corrections(self) -> bool:
+        """Whether it asks who chose each action, a policy or a person: its batches then carry `acted_by`."""
+        return False
+
+    @property
     def chooses(self) -> bool:
         """Whether it can choose among several candidate chunks when acting (best of N)."""
         return False

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Choice, Metrics, Parts, TrainState
@@ -33,6 +33,8 @@ class ActorPart(NamedTuple):
     valid: Float[Array, "B H"]
     draws: flow.Draws
     candidate_noise: Float[Array, "B N H A"]
+    acted_by: Int[Array, "B H"] | None = None
+    """Who chose each step, where the actor heeds that."""
 
 
 class Compared(NamedTuple):
@@ -252,6 +254,7 @@ class QChunking(ChunkCritic):
             valid=batch["valid"],
             draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times),
             candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
+            acted_by=batch["acted_by"] if c.heeds_corrections else None,
         )
         return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))
 

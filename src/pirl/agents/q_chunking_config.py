@@ -8,7 +8,7 @@ from pirl.agents.agent_config import AgentConfig, RewardRange
 from pirl.errors import ConfigError
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
-from pirl.ranges import Count, Decay, Inside, Natural, Share
+from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Share
 from pirl.search import Choice, Item, Range, around
 
 Actor = Literal["awr", "distill", "best_of_n"]
@@ -121,6 +121,11 @@ class ChunkCriticConfig(AgentConfig):
                 "make a failure cost more than going on, such as --data.failure-reward -100, or a time-out: "
                 "--data.failure timeout",
             )
+        if outcome == "step_penalty" and run.data.takeover == "failure" and not run.data.takeover_cost:
+            yield (
+                "data.outcome 'step_penalty' with takeovers that end the task at no cost: being taken over would pay",
+                "make one cost more than going on, such as --data.takeover-reward -100, or --data.takeover ignore",
+            )
         if self.reward_once and outcome == "step_penalty":
             yield (
                 "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
@@ -172,6 +177,14 @@ class ACRLPDConfig(QChunkingConfig):
     """Largest advantage weight."""
     bc_loss_weight: Share = 0.1
     """Share of the actor's loss that imitates the data whatever the critic thinks."""
+    correction_weight: NotNegative | None = None
+    """Smallest weight of imitating a chunk that a person chose in place of the policy, whatever the critic thinks; the
+    mean weight of a chunk is 1. None: corrections are data like any other."""
+
+    @property
+    def heeds_corrections(self) -> bool:
+        """Where they have a weight of their own."""
+        return self.correction_weight is not None
 
     @property
     def only_chooses(self) -> bool:

@@ -7,6 +7,7 @@
     pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/1600
     pirl train flow_ppo_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dagger_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train critic_nft_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
@@ -25,6 +26,7 @@ from pirl.agents.config import (
     ACRLPDConfig,
     BCConfig,
     CriticNFTConfig,
+    DAggerConfig,
     DSRLConfig,
     FilteredConfig,
     FlowPPOConfig,
@@ -107,6 +109,13 @@ _RIPT = replace(
     log_interval=1,
 )
 
+_DAGGER = replace(
+    _ACRLPD,
+    name="dagger_tabletop",
+    agent=DAggerConfig(flow_draws=2, augment=False, ema_decay=0.98),
+    data=replace(_ACRLPD.data, takeover_window=4),
+)
+
 _FILTERED = replace(
     _ACRLPD,
     name="filtered_tabletop",
@@ -169,11 +178,17 @@ _QC_FQL = replace(
 )
 
 _DSRL = replace(
+    _ACRLPD,
     name="dsrl_tabletop",
     agent=DSRLConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=5,
         q_aggregation="min",
+        target_update_rate=0.02,
         actor_warmup_steps=400,
         actor_hidden=(128, 128),
+        augment=False,
     ),
     critic=replace(get_critic_preset("tiny"), action_clip=3.0),
     freeze=None,
@@ -186,9 +201,14 @@ _RL_TOKEN = replace(
     _DSRL,
     name="rl_token_tabletop",
     agent=RLTokenConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=5,
         q_aggregation="min",
+        target_update_rate=0.02,
         actor_warmup_steps=400,
         actor_hidden=(128, 128),
+        augment=False,
     ),
 )
 
@@ -197,6 +217,7 @@ RECIPES = (
     _ACRLPD,
     _ONLINE,
     _RIPT,
+    _DAGGER,
     _FILTERED,
     _RECAP,
     _FLOW_PPO,

@@ -288,6 +288,7 @@ def build_loader(
         batch_size=config.batch_size,
         replay=replay,
         next_observations=config.has_critic,
+        corrections=config.agent.heeds_corrections,
         sharding=data_sharding(mesh),
         host_id=jax.process_index(),
         host_count=jax.process_count(),
