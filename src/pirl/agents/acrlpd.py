@@ -2,6 +2,7 @@
 
     critic   y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
     actor    min E[ w · ‖v(x_t, t | s) - u‖² ]      w = min(exp(A/β), cap) / mean,  A = Q(s, a) - mean_n Q(s, a^n)
+             or with a learned V:                   A = Q(s, a) - V(s)
 
 The prefix of each observation is encoded once per step; its features serve the critic (which sends no gradient back),
 its keys and values the N candidates and the flow loss. Candidates are chosen by the online critic and valued by the
@@ -37,6 +38,11 @@ class ACRLPD(QChunking):
     def compares(self) -> bool:
         """Plain Q-chunking imitates all alike."""
         return self.config.actor != "best_of_n" or self.config.calql_weight > 0
+
+    @property
+    def samples(self) -> bool:
+        """`distill` chooses among them, and their spread is the scale of advantages."""
+        return super().samples or self.config.actor == "distill" or self.config.scale_by_state
 
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """For `distill`, the policy that training started from.

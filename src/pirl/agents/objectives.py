@@ -196,6 +196,15 @@ def _support(support: HLGauss | None) -> HLGauss:
     return support
 
 
+def expectile_weights(error: Float[Array, "*shape"], tau: float) -> Float[Array, "*shape"]:
+    """|τ - 1[u < 0]| for u = y - v: so weighted, v learns the τ-expectile of y, not its mean (IQL, arXiv 2110.06169).
+
+    With the squared error it is IQL's loss. With cross-entropy to histograms the mean of the best histogram is the
+    expectile as well: both have Σ w · (y - v) = 0 at their optimum.
+    """
+    return jax.lax.stop_gradient(jnp.where(error < 0, 1 - tau, tau))
+
+
 def calql_penalty(
     q_candidates: Float[Array, "E B N"],
     q_data: Float[Array, "E B"],

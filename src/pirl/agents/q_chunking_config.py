@@ -17,6 +17,7 @@ candidates of the policy that training started from. `best_of_n`: not at all, th
 (Q-chunking itself)."""
 
 CriticRows = Literal["all", "shares"]
+Value = Literal["best_of_n", "expectile"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,17 @@ class QChunkingConfig(AgentConfig):
     """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N acting."""
     flow_steps: Count = 10
     """Euler steps per candidate."""
+    value: Value = "best_of_n"
+    """What a state is worth, in targets and as the baseline of advantages. `best_of_n`: by the policy's candidates, the
+    best in targets, their mean in advantages. `expectile`: V(s), learned from the chunks in the data alone (IQL):
+    targets sample nothing, and no chunk counts that nobody executed."""
+    expectile: Inside = 0.7
+    """τ of V and of the partial critic. 0.5: what chunks in the data are worth on average; towards 1: the best of
+    them."""
+    partial_horizon: Count | None = None
+    """Choose and weigh chunks by their first so many steps, those that are executed, with a partial critic that learns
+    from the one over `data.critic_horizon` steps (DQC). Values travel by long chunks, decisions need only the short
+    ones. None: one critic does both."""
     q_aggregation: Aggregation = "mean"
     """How the target critics' values become one."""
     target_update_rate: Share = 0.005
@@ -73,6 +85,12 @@ class QChunkingConfig(AgentConfig):
             raise ConfigError(f"rewards lie between {self.reward_low} and {self.reward_high}", hint="low before high")
 
     @property
+    def heads(self) -> tuple[int, ...]:
+        """The critic's further values, by the steps they look at."""
+        partial = () if self.partial_horizon is None else (self.partial_horizon,)
+        return partial + ((0,) if self.value == "expectile" else ())
+
+    @property
     def learns_values(self) -> bool:
         """A critic."""
         return True
@@ -107,7 +125,14 @@ class QChunkingConfig(AgentConfig):
         return RewardRange(self.reward_low, self.reward_high, self.reward_once) if clips else None
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Shares that do not divide the batch, a gate that nothing opens, rewards out of range, failures that pay."""
+        """Shares that do not divide the batch, a partial critic that is not one, a gate that nothing opens, rewards out
+        of range, failures that pay.
+        """
+        if self.partial_horizon is not None and self.partial_horizon >= run.critic_horizon:
+            yield (
+                f"agent.partial_horizon is {self.partial_horizon}, and the critic scores {run.critic_horizon} steps",
+                "the partial critic looks at fewer: choose a longer --data.critic-horizon, or None",
+            )
         if self.critic_rows == "shares" and run.batch_size % self.critic_updates:
             yield (
                 f"a batch of {run.batch_size} does not split into the shares of {self.critic_updates} critic updates",
