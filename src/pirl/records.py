@@ -130,6 +130,8 @@ class ChunkBatch(TypedDict, total=False):
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
     """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
+    episode: Int[Array, "B"]
+    """A number of the episode that depends on its actions alone, wherever and whenever it is read."""
 
 
 class Spec(NamedTuple):
@@ -192,7 +194,7 @@ def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True) -> BatchSpe
         "critic_actions": Spec((size, sizes.critic_horizon, sizes.action_dim), "float32"),
         **dict.fromkeys(("rewards", "masks", "valid", "terminals"), steps),
         **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
-        "length": Spec((size,), "int32"),
+        **dict.fromkeys(("length", "episode"), Spec((size,), "int32")),
     }
 
 

@@ -1,4 +1,4 @@
-"""V(s) by expectiles and the partial critic: the expectile by its definition, what is never sampled, what is refused."""
+"""V(s) by expectiles, the partial critic, critics of halves: each by its definition, and what it must not see."""
 
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ import pytest
 from pirl.agents import objectives as ob
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.config import ACRLPDConfig
+from pirl.agents.ensemble import halves
 from pirl.agents.learner import Learner
 from pirl.build import build_agent
 from pirl.errors import ConfigError
@@ -143,3 +144,51 @@ def test_a_run_gets_its_heads_and_a_partial_critic_that_is_none_is_refused() -> 
     assert not {"first_2", "first_0"} & set(build_agent(config).critic.param_shapes())
     with pytest.raises(ConfigError, match=r"agent\.partial_horizon is 4, and the critic scores 4 steps"):
         replace(config, agent=replace(config.agent, partial_horizon=4))
+
+
+def test_neighbours_learn_from_the_two_halves_of_the_episodes() -> None:
+    numbers = jnp.asarray(np.random.default_rng(0).integers(2**31, size=2000), jnp.int32)
+    found = np.asarray(halves(numbers, 4))
+    np.testing.assert_array_equal(found[0], ~found[1])
+    np.testing.assert_array_equal(found[2], ~found[3])
+    for other in (0.5, np.mean(found[0] == found[2])):
+        assert abs(other - 0.5) < 0.04
+    assert abs(found[0].mean() - 0.5) < 0.04
+    # By the number alone: in any company, at any place.
+    np.testing.assert_array_equal(np.asarray(halves(numbers[::-7], 4)), found[:, ::-7])
+
+
+def test_critics_of_halves_do_not_see_the_other_half_nor_each_other() -> None:
+    agent = make(members="halves", calql_weight=0.5)
+    data = batch() | {"episode": jnp.arange(SIZE, dtype=jnp.int32)}
+    state, key = agent.init(jax.random.key(0)), jax.random.key(1)
+    mine = np.asarray(halves(data["episode"], 2))
+    assert 0 < mine[0].sum() < SIZE
+    update = jax.jit(lambda state, batch: agent.update(state, batch, key)[0])
+
+    def member(tree: dict, number: int) -> list:
+        return [np.asarray(x[number]) for x in jax.tree.leaves(tree)]
+
+    plain = update(state, data)
+    told = update(state, data | {"reward_sum": data["reward_sum"] + 0.3 * mine[1]})
+    other = jax.tree.map(lambda x: x.at[1].multiply(1.5), state.target["critic"])
+    moved = update(replace(state, target=state.target | {"critic": other}), data)
+    for after in (told, moved):
+        for a, b in zip(member(after.params["critic"], 0), member(plain.params["critic"], 0), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        both = zip(member(after.params["critic"], 1), member(plain.params["critic"], 1), strict=True)
+        assert max(np.abs(a - b).max() for a, b in both) > 1e-5
+
+
+def test_halves_show_the_noise_that_all_share() -> None:
+    """Means of noisy outcomes, once over all episodes and once over halves: against their distance from the truth."""
+    rng, situations, episodes = np.random.default_rng(0), 400, 64
+    truth = rng.normal(size=(situations, 1)) * 0.1
+    for scale, low, high in ((0.0, 0.0, 0.35), (1.0, 0.3, 0.7), (10.0, 0.97, 1.0)):
+        outcomes = scale * truth + rng.normal(size=(situations, episodes))
+        mine = np.asarray(halves(jnp.arange(episodes, dtype=jnp.int32), 6))
+        members = np.stack([outcomes[:, one].mean(1) for one in mine])
+        found = float(ob.agreement(jnp.asarray(members, jnp.float32), halved=True))
+        by_hand = 1 - np.mean(np.var(members, axis=0)) / np.var(members.mean(0))
+        assert found == pytest.approx(max(by_hand, 0.0), abs=1e-3)
+        assert low <= found <= high, (scale, found)

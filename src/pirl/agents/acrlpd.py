@@ -105,7 +105,7 @@ class ACRLPD(QChunking):
         beta, mean = state.scalars["beta"], state.scalars["mean_weight"]
         seen = aux.flow_loss > 0  # a row that the actor may not imitate costs nothing
         # Where the ensemble only differs by chance, no advantage is to be believed: all count the same.
-        ess = 1 - (1 - c.target_ess) * ob.agreement(aux.members.T) if c.heed_agreement else c.target_ess
+        ess = 1 - (1 - c.target_ess) * self.agreement(aux) if c.heed_agreement else c.target_ess
         fitted = jnp.clip(ob.fit_beta(aux.advantage, ess, c.weight_cap, seen), 1e-4 * (high - low), high - low)
         new_beta = jnp.exp((1 - BETA_RATE) * jnp.log(beta) + BETA_RATE * jnp.log(fitted))
         latest = jnp.where(seen.any(), ob.masked_mean(ob.awr_weights(aux.advantage, beta, c.weight_cap), seen), mean)
@@ -115,6 +115,10 @@ class ACRLPD(QChunking):
             new["spread"] = (1 - BETA_RATE) * state.scalars["spread"] + BETA_RATE * typical
         return state.scalars | new
 
+    def agreement(self, aux: ActorAux) -> Float[Array, ""]:
+        """The share of the advantages that is not noise."""
+        return ob.agreement(aux.members.T, halved=self.config.members == "halves")
+
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
         """Advantages and their weights."""
         if not self.compares:
@@ -123,7 +127,7 @@ class ACRLPD(QChunking):
             "actor/advantage": aux.advantage.mean(),
             "actor/ess": ob.effective_sample_size(aux.weight, aux.flow_loss > 0),
             "actor/beta": state.scalars["beta"],
-            "actor/agreement": ob.agreement(aux.members.T),
+            "actor/agreement": self.agreement(aux),
         }
 
     def candidates_to_act(self, best_of: int | None) -> int:

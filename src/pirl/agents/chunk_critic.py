@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Agent, Metrics, TrainState
+from pirl.agents.ensemble import halves
 from pirl.agents.learner import Learner, divided
 from pirl.agents.q_chunking_config import QChunkingConfig
 from pirl.models import flow
@@ -84,33 +85,44 @@ class ChunkCritic(Agent):
 
     def target(
         self, online: Params, target: Params, successor: Successor, batch: Any, key: Array
-    ) -> tuple[Float[Array, "B"], Metrics]:
+    ) -> tuple[Float[Array, "*E B"], Metrics]:
         """Y, by V or by the best of N for the online critic, valued by the target critic; and what choosing gains."""
         inputs, candidates = successor
         embedding, info = self.critic.embed(online, inputs), {}
         if self.config.value == "expectile":
-            value = self.state_values(online, embedding).mean(0)
+            value = self.state_values(online, embedding)
+            value = value if self.config.members == "halves" else value.mean(0)
         else:
             choice = self.values(online, embedding, candidates).mean(0)
             best = ob.take_candidate(candidates, ob.select_best(choice))
             value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
-            value = ob.aggregate(value, self.config.q_aggregation, key)
+            value = self.joined(value, key)
             info["critic/candidate_gain"] = (choice.max(1) - choice.mean(1)).mean()
         bootstrap = 1 - batch["next_terminal"]
         bounds = self.value_range if self.config.clip_targets else (-math.inf, math.inf)
         y = ob.td_target(batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *bounds)
         return y, info
 
-    def longer(self, target: Params, inputs: CriticInputs, batch: Any, key: Array) -> dict[int, Float[Array, "B"]]:
+    def longer(self, target: Params, inputs: CriticInputs, batch: Any, key: Array) -> dict[int, Float[Array, "*E B"]]:
         """What each head learns the expectile of: what the target critic says of the chunk in the data."""
         embedding, found = self.critic.embed(target, inputs), {}
         looks: tuple[int | None, ...] = (None, *self.config.heads)
         for steps, look in zip(self.config.heads, looks[:-1], strict=True):
             value = self.valued(target, embedding, batch["critic_actions"][:, None], look)[..., 0]
-            found[steps] = ob.aggregate(value, self.config.q_aggregation, key)
+            found[steps] = self.joined(value, key)
         return jax.lax.stop_gradient(found)
 
-    def taught(self, state: TrainState, batch: Any, y: Float[Array, "B"]) -> Float[Array, "B"]:
+    def joined(self, values: Float[Array, "E B"], key: Array) -> Float[Array, "*E B"]:
+        """The ensemble's values as a target: one for all, or each its own."""
+        return values if self.config.members == "halves" else ob.aggregate(values, self.config.q_aggregation, key)
+
+    def learns(self, batch: Any) -> Float[Array, "*E B"]:
+        """Which rows tell the critics something; with `halves`, each of them."""
+        if self.config.members == "all":
+            return batch["sequence_mask"]
+        return batch["sequence_mask"] * halves(batch["episode"], self.critic.config.num_critics)
+
+    def taught(self, state: TrainState, batch: Any, y: Float[Array, "*E B"]) -> Float[Array, "*E B"]:
         """Y, or the observed return for as long as that is learned."""
         return jnp.where(state.step < self.config.mc_steps, ob.known_return(batch["mc_return"], y), y)
 
@@ -120,17 +132,17 @@ class ChunkCritic(Agent):
         inputs: CriticInputs,
         candidates: Array,
         batch: Any,
-        y: Float[Array, "B"],
+        y: Float[Array, "*E B"],
         key: Array,
-        longer: Mapping[int, Float[Array, "B"]],
+        longer: Mapping[int, Float[Array, "*E B"]],
     ) -> tuple[Float[Array, ""], Metrics]:
         """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`), and each head from the expectile of
         what looks longer; optionally Cal-QL on top.
         """
-        sizes, mask = self.critic.config, batch["sequence_mask"]
+        sizes, mask = self.critic.config, self.learns(batch)
         embedding = self.critic.embed(params, inputs)
 
-        def told(steps: int | None, y: Float[Array, "B"]) -> tuple[Float[Array, "E B"], Float[Array, "E B"]]:
+        def told(steps: int | None, y: Float[Array, "*E B"]) -> tuple[Float[Array, "E B"], Float[Array, "E B"]]:
             out = self.critic.score(params, embedding, batch["critic_actions"][:, None], steps=steps, key=key)[:, :, 0]
             error = ob.critic_loss(sizes.loss, out, y, support=self.support, delta=sizes.huber_delta)
             return ob.critic_value(sizes.loss, out, self.support), error
@@ -167,7 +179,8 @@ class ChunkCritic(Agent):
         self, state: TrainState, here: CriticInputs, candidates: Array, successor: Successor, batch: Any, key: Array
     ) -> tuple[Params, Params, Any, Metrics]:
         """`critic_updates` steps on the same features; targets follow the critic from step to step."""
-        c, rows = self.config, (here, candidates, successor, {name: batch[name] for name in READ})
+        c, read = self.config, (*READ, *(("episode",) if self.config.members == "halves" else ()))
+        rows = (here, candidates, successor, {name: batch[name] for name in read})
         leaves, structure = jax.tree.flatten(rows)
         shares = [divided(x, c.critic_updates) for x in leaves] if c.critic_rows == "shares" else None
 

@@ -17,6 +17,7 @@ candidates of the policy that training started from. `best_of_n`: not at all, th
 (Q-chunking itself)."""
 
 CriticRows = Literal["all", "shares"]
+Members = Literal["all", "halves"]
 Value = Literal["best_of_n", "expectile"]
 
 
@@ -58,6 +59,10 @@ class QChunkingConfig(AgentConfig):
     critic_rows: CriticRows = "all"
     """What each of them learns from. `all`: the whole batch, again. `shares`: a share of its own, so that no row is
     learned from twice; `batch_size` is then that of the critic's updates times their number."""
+    members: Members = "all"
+    """The episodes that each critic of the ensemble learns from. `halves`: half of them, and each bootstraps from
+    itself: critics then differ by what chance did to their episodes. Those that learn from the same ones agree, also
+    where outcomes are noise."""
     mc_steps: Natural = 0
     """For so many steps the critic learns the observed returns themselves (Monte Carlo), then bootstrapped targets. It
     starts at the data's values instead of at nothing. Chunks whose return nobody knows are bootstrapped throughout."""
