@@ -63,7 +63,7 @@ HEADS = {
 def make(actor: str, *, accumulate: int = 1, dropout: float = 0.0, **changes) -> ACRLPD:
     of_agent, of_critic = (CASES | HEADS)[actor]
     config = ACRLPDConfig(
-        **({"actor": actor} | of_agent | changes),
+        **({"actor": actor, "members": "all", "heed_agreement": False} | of_agent | changes),
         discount=0.8,
         num_action_samples=NUM,
         flow_steps=4,

@@ -63,7 +63,7 @@ def test_the_best_value_is_the_expectile(kind: str) -> None:
 
 
 def make(**changes: object) -> ACRLPD:
-    config = ACRLPDConfig(**({"flow_steps": 2, "num_action_samples": 3} | changes))
+    config = ACRLPDConfig(**({"flow_steps": 2, "num_action_samples": 3, "members": "all"} | changes))
     critic = make_critic(
         CriticConfig(hidden=(8, 8), bins=21), feature_width=None, state_dim=2, real_action_dim=2, critic_horizon=HORIZON
     )

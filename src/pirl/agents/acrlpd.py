@@ -117,7 +117,7 @@ class ACRLPD(QChunking):
 
     def agreement(self, aux: ActorAux) -> Float[Array, ""]:
         """The share of the advantages that is not noise."""
-        return ob.agreement(aux.members.T, halved=self.config.members == "halves")
+        return ob.agreement(aux.members.T, halved=self.config.halved)
 
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
         """Advantages and their weights."""

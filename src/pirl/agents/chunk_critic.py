@@ -91,7 +91,7 @@ class ChunkCritic(Agent):
         embedding, info = self.critic.embed(online, inputs), {}
         if self.config.value == "expectile":
             value = self.state_values(online, embedding)
-            value = value if self.config.members == "halves" else value.mean(0)
+            value = value if self.config.halved else value.mean(0)
         else:
             choice = self.values(online, embedding, candidates).mean(0)
             best = ob.take_candidate(candidates, ob.select_best(choice))
@@ -114,11 +114,11 @@ class ChunkCritic(Agent):
 
     def joined(self, values: Float[Array, "E B"], key: Array) -> Float[Array, "*E B"]:
         """The ensemble's values as a target: one for all, or each its own."""
-        return values if self.config.members == "halves" else ob.aggregate(values, self.config.q_aggregation, key)
+        return values if self.config.halved else ob.aggregate(values, self.config.q_aggregation, key)
 
     def learns(self, batch: Any) -> Float[Array, "*E B"]:
         """Which rows tell the critics something; with `halves`, each of them."""
-        if self.config.members == "all":
+        if not self.config.halved:
             return batch["sequence_mask"]
         return batch["sequence_mask"] * halves(batch["episode"], self.critic.config.num_critics)
 
@@ -179,7 +179,7 @@ class ChunkCritic(Agent):
         self, state: TrainState, here: CriticInputs, candidates: Array, successor: Successor, batch: Any, key: Array
     ) -> tuple[Params, Params, Any, Metrics]:
         """`critic_updates` steps on the same features; targets follow the critic from step to step."""
-        c, read = self.config, (*READ, *(("episode",) if self.config.members == "halves" else ()))
+        c, read = self.config, (*READ, *(("episode",) if self.config.halved else ()))
         rows = (here, candidates, successor, {name: batch[name] for name in read})
         leaves, structure = jax.tree.flatten(rows)
         shares = [divided(x, c.critic_updates) for x in leaves] if c.critic_rows == "shares" else None

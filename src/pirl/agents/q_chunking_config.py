@@ -96,6 +96,11 @@ class QChunkingConfig(AgentConfig):
         return partial + ((0,) if self.value == "expectile" else ())
 
     @property
+    def halved(self) -> bool:
+        """Does each critic learn from half of the episodes?"""
+        return self.members == "halves"
+
+    @property
     def learns_values(self) -> bool:
         """A critic."""
         return True
@@ -143,6 +148,11 @@ class QChunkingConfig(AgentConfig):
                 f"a batch of {run.batch_size} does not split into the shares of {self.critic_updates} critic updates",
                 f"choose a multiple: --batch-size {run.batch_size // self.critic_updates * self.critic_updates}",
             )
+        if self.halved and run.critic.num_critics < 2:
+            yield (
+                f"agent.members is 'halves' and there is {run.critic.num_critics} critic: it would learn from half",
+                "--agent.members all; or more critics: --critic.num-critics 2",
+            )
         if self.gate is not None and not run.data.held_out:
             yield (
                 f"agent.gate is {self.gate:g}, and no episodes are held out to measure the critic on",
@@ -182,9 +192,13 @@ class ACRLPDConfig(QChunkingConfig):
     target_ess: Inside = 0.4
     """Effective sample size of the advantage weights, as a share of the batch; the temperature β is adapted to it.
     0.3 to 0.5 works."""
-    heed_agreement: bool = False
+    members: Members = "halves"
+    """The episodes that each critic of the ensemble learns from. `halves`: half of them, and each bootstraps from
+    itself: critics then differ by what chance did to their episodes. `all`: critics agree, also where outcomes are
+    noise. Only `awr` weighs by agreement: with the other actors all learn from all."""
+    heed_agreement: bool = True
     """Raise `target_ess` towards 1, where all samples count the same, as far as the critics of the ensemble disagree
-    about the advantages."""
+    about the advantages. With `members` all they hardly ever do."""
     scale_by_state: bool = False
     """Measure advantages by the spread of the candidates' values at s: one temperature then fits early decisions, which
     change the value by little, and late ones."""
@@ -194,6 +208,11 @@ class ACRLPDConfig(QChunkingConfig):
     """Largest advantage weight."""
     bc_loss_weight: Share = 0.1
     """Share of the actor's loss that imitates the data whatever the critic thinks."""
+
+    @property
+    def halved(self) -> bool:
+        """Where what the critics agree on matters."""
+        return super().halved and self.actor == "awr"
 
     @property
     def only_chooses(self) -> bool:
