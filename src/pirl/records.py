@@ -137,6 +137,8 @@ class ChunkBatch(TypedDict, total=False):
     acted_by: Int[Array, "B H"]
     """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that heed corrections;
     steps outside the episode repeat its last one."""
+    episode: Int[Array, "B"]
+    """A number of the episode that depends on its actions alone, wherever and whenever it is read."""
 
 
 class Spec(NamedTuple):
@@ -199,7 +201,7 @@ def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True, corrections
         "critic_actions": Spec((size, sizes.critic_horizon, sizes.action_dim), "float32"),
         **dict.fromkeys(("rewards", "masks", "valid", "terminals"), steps),
         **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
-        "length": Spec((size,), "int32"),
+        **dict.fromkeys(("length", "episode"), Spec((size,), "int32")),
         **({"acted_by": Spec((size, sizes.horizon), "int32")} if corrections else {}),
     }
 

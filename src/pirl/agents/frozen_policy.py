@@ -54,7 +54,7 @@ class FrozenPolicy(ChunkCritic):
     """The network beside the policy."""
     actor_learner: Learner
     """How its weights learn."""
-    noisy: bool = False
+    exploring: bool = False
     """Is there noise in what the actor does?"""
 
     @classmethod
@@ -191,7 +191,7 @@ class FrozenPolicy(ChunkCritic):
         self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
     ) -> Choice:
         """What `act` does, with noise in what the actor does."""
-        return Choice(replace(self, noisy=True).act(state, observation, keys, best_of=best_of))
+        return Choice(replace(self, exploring=True).act(state, observation, keys, best_of=best_of))
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
         """The actor, and the critic that reads for it."""

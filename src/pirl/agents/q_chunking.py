@@ -41,7 +41,7 @@ class Compared(NamedTuple):
     """What the critic says of the data's chunks and of the policy's; the batch is in front."""
 
     members: Float[Array, "B E"]
-    """A = Q(s, a) - mean_n Q(s, a^n), by each critic."""
+    """A = Q(s, a) - V(s), by each critic; V is learned, or mean_n Q(s, a^n)."""
     values: Float[Array, "B N"]
     """Q(s, a^n), by the mean of the ensemble."""
 
@@ -85,7 +85,7 @@ class QChunking(ChunkCritic):
         """The algorithm with these settings."""
         return cls(
             policy=parts.policy,
-            critic=parts.critic,
+            critic=replace(parts.critic, heads=config.heads),
             config=config,
             policy_learner=parts.policy_learner,
             critic_learner=parts.critic_learner,
@@ -101,12 +101,17 @@ class QChunking(ChunkCritic):
 
     @property
     def compares(self) -> bool:
-        """Does anything compare the data at s with the policy's own chunks?"""
+        """Does anything compare the chunks in the data with what their states are worth?"""
         return True
 
     def more_weights(self, policy: Params) -> dict[str, Params]:
         """Weights that train beside the policy's, in the same way, to begin with: trainable leaves alone."""
         return {}
+
+    @property
+    def samples(self) -> bool:
+        """Does anything need the policy's own chunks at s?"""
+        return self.compares and (self.config.value == "best_of_n" or self.config.calql_weight > 0)
 
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """Slowly following copies beside the critic's, to begin with."""
@@ -161,12 +166,14 @@ class QChunking(ChunkCritic):
         chunks: Float[Array, "B h A"],
         candidates: Float[Array, "B N H A"],
     ) -> Compared:
-        """The data's chunks against the policy's own at s. Where there are none, against themselves."""
+        """The data's chunks against V(s), or the policy's own at s. Where there is neither, against themselves."""
         critic = state.params["critic"]
         embedding = self.critic.embed(critic, inputs)
         of_data = self.values(critic, embedding, chunks[:, None])[..., 0]
         of_candidates = self.values(critic, embedding, candidates) if candidates.shape[1] else of_data[..., None]
-        return Compared((of_data - of_candidates.mean(2)).swapaxes(0, 1), of_candidates.mean(0))
+        learned = self.config.value == "expectile"
+        baseline = self.state_values(critic, embedding) if learned else of_candidates.mean(2)
+        return Compared((of_data - baseline).swapaxes(0, 1), of_candidates.mean(0))
 
     def bc_loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
@@ -232,7 +239,8 @@ class QChunking(ChunkCritic):
         pair_key, dropout_key = jax.random.split(jax.random.split(keys["critic"], self.config.critic_updates)[0])
         y, _ = self.target(critic, state.target["critic"], successor, batch, pair_key)
         y = self.taught(state, batch, y)
-        temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
+        longer = self.longer(state.target["critic"], aux.inputs, batch, pair_key)
+        temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key, longer)
         imitation = self.bc_loss(self.imitator(state) or policy, part.observation, part.actions, part.valid, part.draws)
         total = temporal + actor
         return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
@@ -246,7 +254,8 @@ class QChunking(ChunkCritic):
             for name in ("observations", "next_observations")
         )
         actions, num = batch["actions"], c.num_action_samples
-        here_num = num if self.compares else 0
+        here_num = num if self.samples else 0
+        there_num = num if c.value == "best_of_n" else 0
         part = ActorPart(
             observation=here,
             actions=actions,
@@ -256,7 +265,7 @@ class QChunking(ChunkCritic):
             candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
             acted_by=batch["acted_by"] if c.heeds_corrections else None,
         )
-        return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))
+        return part, (there, jax.random.normal(keys["there"], (len(actions), there_num, *actions.shape[1:])))
 
     def _metrics(self, state: TrainState, aux: ActorAux, batch: Any) -> Metrics:
         return {

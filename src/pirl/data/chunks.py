@@ -31,6 +31,7 @@ first state, and only in the normalised space is a borrowed row one the critic c
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
@@ -75,6 +76,8 @@ class EpisodeTable:
     """Number of rows of each episode."""
     intended: tuple[Array | None, ...]
     """Each episode's intended chunks [T, H, A], or None."""
+    numbers: Int[Array, "E"]
+    """A number of each episode, by its actions: the same in every table, run and process."""
     tasks: tuple[str, ...]
     """Each episode's instruction."""
     discount: float
@@ -122,6 +125,7 @@ def tabulate(
         starts=starts,
         lengths=lengths,
         intended=tuple(episode.intended for episode in episodes),
+        numbers=np.array([crc32(np.ascontiguousarray(episode.actions)) >> 1 for episode in episodes], np.int32),
         tasks=tuple(episode.task for episode in episodes),
         discount=discount,
     )
@@ -161,6 +165,7 @@ def chunk_outcomes(
         length=length.astype(np.int32),
         reward_sum=(counted @ discounts).astype(np.float32),
         mc_return=table.mc_return[rows],
+        episode=table.numbers[table.episode[rows]],
     )
 
 
