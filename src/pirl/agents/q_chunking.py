@@ -241,7 +241,9 @@ class QChunking(ChunkCritic):
         y = self.taught(state, batch, y)
         longer = self.longer(state.target["critic"], aux.inputs, batch, pair_key)
         temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key, longer)
-        imitation = self.bc_loss(self.imitator(state) or policy, part.observation, part.actions, part.valid, part.draws)
+        imitation = self.bc_loss(
+            self.imitator(replace(state, ema={})) or policy, part.observation, part.actions, part.valid, part.draws
+        )
         total = temporal + actor
         return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
 
