@@ -254,9 +254,8 @@ class QChunking(ChunkCritic):
         y, _ = self.target(critic, state.target["critic"], successor, batch, pair_key)
         y = self.taught(state, batch, y)
         temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
-        imitation = self.bc_loss(self.imitator(state) or policy, part.observation, part.actions, part.valid, part.draws)
         total = temporal + actor
-        return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
+        return total, {"critic": temporal, "actor": actor, "bc": aux.flow_loss.mean(), "total": total}
 
     def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
         """Observations augmented alike at s and s', and every random number of the step."""
