@@ -49,10 +49,10 @@ def _configure(settings: dict[str, Any]) -> None:
 def small_run(folder: Path, agent: AgentConfig, **changes: Any) -> RLTrainConfig:
     """The debug recipe with a policy of two small layers and no pictures; a critic with dropout."""
     recipe = get_config("debug")
-    rollout = replace(recipe.rollout, flow_steps=1) if agent.one_step else recipe.rollout
+    steps = 1 if agent.one_step else getattr(agent, "flow_steps", recipe.rollout.flow_steps)
     small = replace(
         recipe,
-        rollout=rollout,
+        rollout=replace(recipe.rollout, flow_steps=steps),
         model=MLPFlowConfig(state_dim=2, action_dim=2, horizon=3, hidden=(16, 16)),
         agent=agent,
         critic=replace(recipe.critic, hidden=(16,), dropout=0.2),

@@ -350,6 +350,8 @@ def _variations(setup: _Setup) -> Iterator[tuple[str, _Setup]]:
     if len(config.cameras) > 1:
         fewer = replace(config, data=replace(config.data, cameras=config.cameras[:-1]))
         yield f"{len(config.cameras) - 1} camera(s)", replace(setup, config=fewer)
+    if config.freeze_rule == "frozen":
+        return
     if config.freeze_rule in ("full", "lora"):
         yield "VLM frozen (expert and heads train)", _frozen(setup, "vlm_frozen")
     if config.freeze_rule != "expert_only":
