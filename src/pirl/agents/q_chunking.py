@@ -241,11 +241,8 @@ class QChunking(ChunkCritic):
         y = self.taught(state, batch, y)
         longer = self.longer(state.target["critic"], aux.inputs, batch, pair_key)
         temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key, longer)
-        imitation = self.bc_loss(
-            self.imitator(replace(state, ema={})) or policy, part.observation, part.actions, part.valid, part.draws
-        )
         total = temporal + actor
-        return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
+        return total, {"critic": temporal, "actor": actor, "bc": aux.flow_loss.mean(), "total": total}
 
     def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
         """Observations augmented alike at s and s', and every random number of the step."""
