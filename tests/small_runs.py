@@ -49,11 +49,12 @@ def _configure(settings: dict[str, Any]) -> None:
 def small_run(folder: Path, agent: AgentConfig, **changes: Any) -> RLTrainConfig:
     """The debug recipe with a policy of two small layers and no pictures; a critic with dropout."""
     recipe = get_config("debug")
+    steps = 1 if agent.one_step else getattr(agent, "flow_steps", recipe.rollout.flow_steps)
     small = replace(
         recipe,
+        rollout=replace(recipe.rollout, flow_steps=steps),
         model=MLPFlowConfig(state_dim=2, action_dim=2, horizon=3, hidden=(16, 16)),
         agent=agent,
-        rollout=replace(recipe.rollout, flow_steps=getattr(agent, "flow_steps", recipe.rollout.flow_steps)),
         critic=replace(recipe.critic, hidden=(16,), dropout=0.2),
         data=replace(recipe.data, cameras=(), tokenizer="none"),
         checkpoint=replace(recipe.checkpoint, base_dir=str(folder), save_interval=5, keep_last=100),

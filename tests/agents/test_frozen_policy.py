@@ -394,7 +394,7 @@ def test_before_training_they_act_as_the_policy() -> None:
     # DSRL's samples are limit · tanh(normal / limit): nearly what the flow was trained on.
     dsrl = make("dsrl", noise_limit=3.0)
     state = dsrl.init(KEY)
-    chunks, of_policy = dsrl.explorer().act(state, here, keys), plain(dsrl, state, here, keys)
+    chunks, of_policy = dsrl.explore(state, here, keys).chunk, plain(dsrl, state, here, keys)
     close(chunks.mean(0), of_policy.mean(0), rtol=0, atol=0.15)
     assert np.abs(np.asarray(chunks - of_policy)).max() < 1.5
     assert np.corrcoef(np.ravel(chunks), np.ravel(of_policy))[0, 1] > 0.98
@@ -411,9 +411,9 @@ def test_acting(kind: str) -> None:
     close(agent.act(state, seen(states[2:3]), keys[2:3]), chunks[2:3], rtol=1e-5, atol=1e-6)
     same = bool(np.allclose(agent.act(state, seen(states), others), chunks, atol=1e-6))
     assert same == (kind == "dsrl")  # the mean of the noise, whatever the key
-    explored = agent.explorer().act(state, seen(states), keys)
+    explored = agent.explore(state, seen(states), keys).chunk
     assert np.abs(np.asarray(explored - chunks)).max() > 1e-2
-    assert not np.allclose(agent.explorer().act(state, seen(states), others), explored, atol=1e-3)
+    assert not np.allclose(agent.explore(state, seen(states), others).chunk, explored, atol=1e-3)
     choice = agent.choose(state, seen(states), keys, best_of=4)
     values = agent.q_values(state, seen(states), choice.chunk[:, None]).mean(0)[:, 0]
     close(values, choice.value, rtol=1e-4, atol=1e-5)
@@ -426,7 +426,7 @@ def test_acting(kind: str) -> None:
 def test_an_edit_stays_within_its_limit() -> None:
     agent, state = make("rl_token"), make_state("rl_token")
     states, keys = make_batch()["observations"]["state"], jax.random.split(KEY, SIZE)
-    off = np.asarray(agent.explorer().act(state, seen(states), keys) - plain(agent, state, seen(states), keys))
+    off = np.asarray(agent.explore(state, seen(states), keys).chunk - plain(agent, state, seen(states), keys))
     assert 0.05 < np.abs(off[:, :CRITIC_HORIZON, :REAL]).max() <= EDIT + 1e-6
     assert np.all(off[:, CRITIC_HORIZON:] == 0)
     assert np.all(off[:, :, REAL:] == 0)

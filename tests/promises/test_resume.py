@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, RLTokenConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, CriticNFTConfig, DSRLConfig, QCFQLConfig, RLTokenConfig
 from pirl.config import EarlyStop, RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.training.config import SGD, ConstantSchedule
@@ -54,6 +54,10 @@ AWR = ACRLPDConfig(
     policy_ema_decay=None,
     critic_ema_decay=None,
 )
+NFT = CriticNFTConfig(
+    discount=0.9, num_action_samples=2, flow_steps=2, actor_warmup_steps=4, old_rate=0.1, policy_ema_decay=0.9
+)
+FQL = QCFQLConfig(discount=0.9, num_action_samples=2, flow_steps=2, actor_warmup_steps=4, policy_ema_decay=0.9)
 DSRL = DSRLConfig(
     discount=0.9, num_action_samples=2, flow_steps=2, actor_hidden=(8,), critic_ema_decay=0.9, actor_warmup_steps=4
 )
@@ -83,13 +87,15 @@ def in_pieces(config: RLTrainConfig, *stops: int) -> None:
         assert train(replace(config, num_train_steps=step), resume=number > 0) == 0
 
 
-@pytest.fixture(scope="module", params=["bc", "distill", "awr", "dsrl", "rl_token"])
+@pytest.fixture(scope="module", params=["bc", "distill", "awr", "nft", "fql", "dsrl", "rl_token"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: dict) -> Pair:
     """Stops before the first record, in the middle of an interval, at a record, next to a due checkpoint."""
     agent, metric, stops = {
         "bc": (BC, "policy/loss", (3, 8, STEPS)),
         "distill": (DISTILL, "critic/loss", (6, STEPS)),
         "awr": (AWR, "actor/loss", (4, 9, STEPS)),
+        "nft": (NFT, "actor/loss", (6, STEPS)),
+        "fql": (FQL, "actor/loss", (6, STEPS)),
         "dsrl": (DSRL, "critic/noise_loss", (6, STEPS)),
         "rl_token": (RL_TOKEN, "critic/loss", (6, STEPS)),
     }[request.param]
@@ -113,10 +119,13 @@ def test_the_states_hold_what_could_be_forgotten(pair: Pair) -> None:
     """Otherwise the test above says nothing: everything in a state moves, and is another thing than the weights."""
     first, last = restored(pair.pieces, pair.stops[0]), restored(pair.pieces)
     state = {name: getattr(last, name) for name in ("params", "target", "ema", "opt", "scalars")}
+    both = {"policy", "critic"}
     expected = {
         "bc": ({"policy"}, set(), {"policy"}, set()),
         "distill": ({"policy", "critic"}, {"policy", "critic"}, {"policy", "critic"}, {"beta", "mean_weight"}),
         "awr": ({"policy", "critic"}, {"critic"}, set(), {"beta", "mean_weight"}),
+        "nft": (both, {"critic", "old"}, both, {"scale", "agreement", "error"}),
+        "fql": ({*both, "flow"}, {"critic"}, both, {"q_size"}),
         "dsrl": ({"policy", "critic", "actor", "noise_critic", "temperature"}, {"critic"}, {"critic"}, set()),
         "rl_token": ({"policy", "critic", "actor"}, {"critic", "actor"}, set(), set()),
     }[pair.kind]

@@ -174,6 +174,6 @@ class DSRL(FrozenPolicy):
         """The flow from the actor's noise: its mean, or samples."""
         inputs = CriticInputs.of(context)
         own = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
-        own = own if self.explores or count > 1 else jnp.zeros_like(own)
+        own = own if self.exploring or count > 1 else jnp.zeros_like(own)
         noise, _ = self.sample(state.params["actor"], self.token(state, inputs), inputs.state, own)
         return flow.sample(self.policy, state.policy, context, noise, num_steps=self.config.flow_steps, steer=steer)

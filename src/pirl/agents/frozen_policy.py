@@ -54,8 +54,8 @@ class FrozenPolicy(ChunkCritic):
     """The network beside the policy."""
     actor_learner: Learner
     """How its weights learn."""
-    explores: bool = False
-    """Does it act to collect?"""
+    exploring: bool = False
+    """Is there noise in what the actor does?"""
 
     @classmethod
     def parts_of(cls, config: Any, parts: Parts) -> dict[str, Any]:
@@ -187,9 +187,11 @@ class FrozenPolicy(ChunkCritic):
 
     # Acting
 
-    def explorer(self) -> "FrozenPolicy":
-        """The same with noise in what the actor does."""
-        return replace(self, explores=True)
+    def explore(
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
+    ) -> Choice:
+        """What `act` does, with noise in what the actor does."""
+        return Choice(replace(self, exploring=True).act(state, observation, keys, best_of=best_of))
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
         """The actor, and the critic that reads for it."""

@@ -25,6 +25,11 @@ class FrozenPolicyConfig(ChunkCriticConfig):
     """Widths of the actor's hidden layers."""
 
     @property
+    def explores(self) -> bool:
+        """By noise in what the actor does."""
+        return True
+
+    @property
     def only_beside(self) -> bool:
         """The policy acts as before training."""
         return True

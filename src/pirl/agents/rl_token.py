@@ -145,6 +145,6 @@ class RLToken(FrozenPolicy):
             self.policy, state.policy, context, flow.noise(keys, *sizes), num_steps=steps, steer=steer
         )
         edits = self.edits(state.params["actor"], self.token(state, inputs), inputs.state, references)
-        if self.explores:
+        if self.exploring:
             edits = self.noisy(edits, flow.noise(jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys), *sizes))
         return self.edited(references, edits)

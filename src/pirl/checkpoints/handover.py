@@ -21,6 +21,11 @@ from openpi.training.config import (
 )
 """
 
+ONE_STEP = (
+    "this policy takes one Euler step, OpenPI's server takes ten, and with ten it acts wrongly: add "
+    'sample_kwargs={"num_steps": 1} to create_trained_policy(...) in scripts/serve_policy.py'
+)
+
 
 def openpi_config(name: str, model: Pi0Config, robot: Robot, asset_id: str, prompt: str | None) -> str:
     """OpenPI's `TrainConfig` for a policy, as Python source."""

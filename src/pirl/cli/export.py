@@ -132,6 +132,8 @@ def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[st
     source = handover.openpi_config(name, model, config.robot, asset, _only_task(config))
     command = handover.serve_command(name, args.out.expanduser().absolute())
     problems = handover.problems(model, config.robot, beside=config.agent.only_beside)
+    if config.agent.one_step:
+        problems += (handover.ONE_STEP,)
     return {HANDOVER_FILE: handover.handover_text(source, command, problems)}
 
 
