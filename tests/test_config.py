@@ -286,7 +286,8 @@ def test_the_freeze_rules_are_those_of_the_models() -> None:
     for name in recipes.list_configs():
         config = recipes.get_config(name)
         assert not isinstance(config.model, MLPFlowConfig)
-        assert replace(config, freeze=None).freeze_rule == freeze.default_rule(config.model)
+        rule = "frozen" if config.agent.freezes_policy else freeze.default_rule(config.model)
+        assert replace(config, freeze=None).freeze_rule == rule
 
 
 def test_the_box_folding_preset_fits_a_task_of_twenty_seconds() -> None:

@@ -153,7 +153,7 @@ class DSRL(FrozenPolicy):
         learned = self.stepped(state, grads, when_open=frozenset({"actor", "temperature"}))
         # Between observations values differ more than between noises, of which alone the actor learns.
         guessed = self.noise_value(before, proposal.inputs, proposal.noise)
-        within = [(x - x.mean(1, keepdims=True)).ravel() for x in (guessed, y)]
+        guessed_apart, apart = ((x - x.mean(1, keepdims=True)).ravel() for x in (guessed, y))
         mean = self.actor(state.params["actor"], proposal.token, proposal.inputs.state)[..., 0]
         metrics = {
             "actor/loss": actor_loss,
@@ -162,7 +162,7 @@ class DSRL(FrozenPolicy):
             "actor/noise_gain": q - y.mean(),
             "actor/noise_size": jnp.sqrt(jnp.square(self.config.noise_limit * jnp.tanh(mean)).mean()),
             "critic/noise_loss": loss,
-            "critic/noise_correlation": ob.correlation(within[0], within[1], jnp.ones(y.size)),
+            "critic/noise_correlation": ob.correlation(guessed_apart, apart, jnp.ones(y.size)),
         }
         return learned._replace(metrics=learned.metrics | metrics)
 
