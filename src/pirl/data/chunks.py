@@ -125,7 +125,7 @@ def tabulate(
         starts=starts,
         lengths=lengths,
         intended=tuple(episode.intended for episode in episodes),
-        numbers=np.array([crc32(np.ascontiguousarray(episode.actions)) >> 1 for episode in episodes], np.int32),
+        numbers=np.array([crc32(episode.actions.tobytes()) >> 1 for episode in episodes], np.int32),
         tasks=tuple(episode.task for episode in episodes),
         discount=discount,
     )

@@ -24,12 +24,14 @@ from pirl.envs.tabletop import SPEED, STATE, Tabletop
 from pirl.errors import ConfigError, EnvError
 from pirl.records import Array, Context, Episode, Rollout
 
-OPERATOR_STEPS = 30
+OPERATOR_STEPS = 36
 """Steps the operator has; a policy has fewer (`Level.max_steps`)."""
 ARRIVED = 0.03
 """The operator is where it wants to be when it is nearer than this."""
 ASIDE = 0.06
 """How far from the lower edge a wrong block is carried before it is put back."""
+PAUSE = 4
+"""Steps that it is held there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ DEMONSTRATION: Mapping[TabletopLevel, Dials] = {
 """The imperfect demonstrations of each level."""
 
 _CLOSE, _OPEN = 1.0, -1.0
-_LEGS = 5
+_LEGS = PAUSE + 4
 
 
 class Plan(NamedTuple):
@@ -95,7 +97,7 @@ def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) 
     first, block = blocks[other_block], blocks[other_block if wrong_block and not dials.put_back else right_block]
     zone = zones[other_zone if wrong else right_zone]
 
-    back = [(*first, _CLOSE), (first[0], ASIDE, _CLOSE), (*first, _OPEN)]
+    back = [(*first, _CLOSE), *[(first[0], ASIDE, _CLOSE)] * PAUSE, (*first, _OPEN)]
     route = back if wrong_block and dials.put_back else []
     route.append((*block, _CLOSE))
     if detour:
