@@ -190,14 +190,14 @@ class QChunking(ChunkCritic):
         c, keys = self.config, _named(key)
         part, successor_inputs = self._inputs(batch, keys)
         ahead = state.target.get("policy", state.policy)
-        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
+        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.parts)
 
         trainable, frozen = self.policy_learner.split(state.params["policy"])
 
         def actor_loss(trainable: Params, part: ActorPart) -> tuple[Array, ActorAux]:
             return self.actor_loss(self.policy_learner.join(trainable, frozen), state, part)
 
-        loss, aux, grads = accumulated(actor_loss, trainable, part, c.accumulate)
+        loss, aux, grads = accumulated(actor_loss, trainable, part, c.parts)
         policy, policy_opt = self.policy_learner.step(state.params["policy"], grads, state.opt["policy"])
         critic, target, critic_opt, info = self.update_critic(
             state, aux.inputs, aux.candidates, successor, batch, keys["critic"]

@@ -218,7 +218,7 @@ class RIPT(Agent):
             return total, logged
 
         groups = state.params | {"policy": trainable}
-        _, logged, grads = accumulated(loss, groups, (rows, demos), self.config.accumulate)
+        _, logged, grads = accumulated(loss, groups, (rows, demos), self.config.parts)
         params, opt = dict(state.params), dict(state.opt)
         for name in params:
             learner = self.learner if name == "policy" else self._condition_learner

@@ -88,6 +88,8 @@ def _apply_short_names(config: RLTrainConfig, given: argparse.Namespace) -> RLTr
         changes["checkpoint"] = replace(config.checkpoint, save_interval=given.save_interval)
     if given.data_path is not None:
         changes["data"] = replace(config.data, repo_ids=tuple(given.data_path), weights=None)
+    if given.enable_fsdp:
+        changes["mesh"] = replace(config.mesh, fsdp="auto")
     if given.no_wandb:
         changes["sinks"] = tuple(sink for sink in config.sinks if sink != "wandb")
     return replace(config, **changes)

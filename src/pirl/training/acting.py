@@ -139,7 +139,7 @@ def load_acting(found: Found) -> Acting:
 
 def acting_mesh(config: RLTrainConfig) -> jax.sharding.Mesh:
     """All devices of this process. Another number of them than in training is no reason not to act."""
-    return make_mesh(math.gcd(config.mesh.fsdp, jax.device_count()))
+    return make_mesh(math.gcd(config.mesh.size, jax.device_count()))
 
 
 def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: Set[str]) -> dict[str, Params]:

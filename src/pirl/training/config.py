@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pirl.errors import ConfigError
-from pirl.ranges import Checked, Count, Decay, Inside, Natural, NotNegative, Positive
+from pirl.ranges import Auto, Checked, Count, Decay, Inside, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,15 @@ Optimizer = AdamW | SGD
 class MeshConfig(Checked):
     """How the devices share the work. A batch is always split over all of them."""
 
-    fsdp: Count = 1
+    fsdp: Count | Auto = "auto"
     """Devices that share one copy of the weights and of the optimizer state; devices / fsdp copies exist. 1 keeps a
-    whole copy on every device, the number of devices needs the least memory. Best not above the devices of one node."""
+    whole copy on every device, the number of devices needs the least memory. Best not above the devices of one node.
+    auto: the fewest with which the batch fits at once."""
+
+    @property
+    def size(self) -> int:
+        """The number; 1 as long as `auto` is not decided."""
+        return 1 if self.fsdp == "auto" else self.fsdp
 
 
 @dataclass(frozen=True, kw_only=True)

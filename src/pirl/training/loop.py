@@ -23,9 +23,10 @@ from pirl.errors import EnvError
 from pirl.names import CONFIG_FILE
 from pirl.parallel import distributed
 from pirl.parallel.sharding import make_mesh, sharded_shapes, state_shardings
+from pirl.planning.choices import with_choices
 from pirl.planning.flops import update_flops
 from pirl.planning.memory import GPUMemoryMonitor
-from pirl.planning.plan import batch_shapes, with_choices
+from pirl.planning.plan import batch_shapes
 from pirl.rollout.collect import CollectionStoppedError
 from pirl.training import preflight, recovered
 from pirl.training.build import build_acting, build_transform, load_policy
@@ -69,13 +70,15 @@ def train(
     if eval_fn is None and config.eval_fn is not None:
         eval_fn = find_eval_fn(config.eval_fn)
     distributed.initialize()
-    mesh = make_mesh(config.mesh.fsdp)
+    mesh = make_mesh(config.mesh.size)
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     agent = build_agent(config)
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
     preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
-    agent, transform = build_agent(with_choices(config)), build_transform(config)
+    chosen = with_choices(config)
+    agent, transform, mesh = build_agent(chosen), build_transform(config), make_mesh(chosen.mesh.size)
+    shapes = sharded_shapes(mesh, shapes)
     with distributed.all_alive(), ExitStack() as parts:
         parts.enter_context(jax.debug_nans(config.debug_nans))
         update = parts.enter_context(Step(agent, mesh, shapes))

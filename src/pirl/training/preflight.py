@@ -174,7 +174,7 @@ def device_problems(config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: Trai
     """A batch that the devices cannot share, or weights that cannot be sharded."""
     try:
         check_batch(config.batch_size, mesh)
-        per_device, parts = config.batch_size // mesh.size, config.agent.accumulate
+        per_device, parts = config.batch_size // mesh.size, config.agent.parts
         if per_device % parts:
             raise ConfigError(
                 f"each of {mesh.size} device(s) gets {per_device} samples, in {parts} parts",

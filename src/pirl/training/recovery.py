@@ -22,7 +22,7 @@ from pirl.checkpoints.run_directory import complete_steps
 from pirl.config import RLTrainConfig
 from pirl.errors import PirlError, PirlWarning
 from pirl.models.config import Pi0Config
-from pirl.planning.plan import with_choices
+from pirl.planning.choices import with_choices
 from pirl.training import loop, recovered
 from pirl.training.config import slower
 from pirl.training.eval_fn import EvalFn
@@ -107,15 +107,16 @@ def _slower(config: RLTrainConfig, error: DivergedError) -> tuple[RLTrainConfig,
 
 def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConfig, Recovery] | None:
     """Twice as many parts first, as long as the batch has them; then all of rematerialisation, then more parts."""
-    model, agent, share = with_choices(config).model, config.agent, config.batch_size // jax.device_count()
-    parts = next((n for n in range(agent.accumulate + 1, share + 1) if share % n == 0), None)
-    if isinstance(model, Pi0Config) and model.remat != "full" and (agent.accumulate > 1 or parts is None):
+    chosen, share = with_choices(config), config.batch_size // jax.device_count()
+    model, agent = chosen.model, chosen.agent
+    parts = next((n for n in range(agent.parts + 1, share + 1) if share % n == 0), None)
+    if isinstance(model, Pi0Config) and model.remat != "full" and (agent.parts > 1 or parts is None):
         model = replace(model, remat="full")
     elif parts is not None:
         agent = replace(agent, accumulate=parts)
     else:
         return None
-    changed = replace(config, model=model, agent=agent)
+    changed = replace(chosen, model=model, agent=agent)  # no choice is made anew
     return changed, Recovery(
         kind="memory",
         reason=f"out of memory: {_first_line(error)}",
