@@ -20,8 +20,8 @@ from pirl.config_io import from_dict
 from pirl.errors import ConfigError
 from pirl.kernels import attention, gated
 from pirl.models.config import PRESETS, Pi0Config
-from pirl.planning.memory import GIB, gib
 from pirl.planning.choices import with_choices
+from pirl.planning.memory import GIB, gib
 from pirl.planning.plan import BY_SPEED, batch_shapes, decide, plan
 from pirl.recipes import aloha, droid, get_config, libero
 

@@ -19,6 +19,7 @@ from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import load_norm_stats
 from pirl.data.replay import ReplayBuffer
 from pirl.data.transforms import Transform
+from pirl.envs.make import make_env
 from pirl.errors import ConfigError
 from pirl.models import pi0
 from pirl.models.config import Pi0Config
@@ -165,7 +166,17 @@ def build_evaluator(
         return None
     if policy is None or config.evaluation.best_of != config.rollout.best_of:
         policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
-    return Evaluator(pool, policy, config.evaluation, key=_key(config, "eval"), retries=config.rollout.retries)
+    # Simulators that run elsewhere may have a reason: they are not made in the process that trains.
+    local = config.env is not None and config.rollout.backend == "local"
+    return Evaluator(
+        pool,
+        policy,
+        config.evaluation,
+        key=_key(config, "eval"),
+        retries=config.rollout.retries,
+        folder=config.run_dir,
+        make=partial(make_env, config.env) if local and config.env is not None else None,
+    )
 
 
 def build_held_out_loader(

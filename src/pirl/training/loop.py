@@ -151,6 +151,7 @@ def run(
             state = agent.heard(state, {}, progress.say)
         if evaluator is not None and evaluator.due(0, total) and not extra:
             log.write(0, results := evaluator(state, 0, total, progress.say))
+            log.show(0, evaluator.shown)
             state = agent.heard(state, results, progress.say)
         for step in range(start + 1, total + 1):
             try:
@@ -185,6 +186,7 @@ def run(
                     save(step, values)
                     raise
                 log.write(step, results)
+                log.show(step, evaluator.shown)
                 state = agent.heard(state, results, progress.say)
                 values = (values or {}) | results
             watchdog.beat()

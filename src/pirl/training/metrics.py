@@ -19,6 +19,7 @@ import numpy as np
 from pirl.errors import ConfigError, PirlError, listing
 from pirl.planning.memory import memory_values
 from pirl.training import sinks as sinks_module
+from pirl.training.shown import Shown
 from pirl.training.sinks import CsvSink, Guarded, JsonlSink, Record, RunInfo, Sink, SinkName
 
 PEAK_FLOPS = {
@@ -239,6 +240,12 @@ class MetricLog:
         for sink in self._sinks:
             sink.write(record)
         return record.time
+
+    def show(self, step: int, shown: Shown | None) -> None:
+        """Pass on what an evaluation shows beside its numbers."""
+        if shown is not None:
+            for sink in self._sinks:
+                sink.show(step, shown)
 
     def pending(self) -> dict[str, list[float]]:
         """The interval that has begun but is not written, for a checkpoint; waits for the device."""

@@ -20,9 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from PIL import Image
+
 from pirl.errors import MissingExtraError, PirlWarning
 from pirl.files import write_text
 from pirl.training.console import grouped, heading, one_line
+from pirl.training.shown import Shown
 
 SinkName = Literal["console", "wandb", "trackio", "tensorboard"]
 """Sinks that are chosen; the two files are always written."""
@@ -64,13 +68,21 @@ class RunInfo:
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes records; may raise, and then is not called again."""
+    """Takes records; may raise, and then is not called again. One with `show` (`Gallery`) also takes films."""
 
     def write(self, record: Record) -> None:
         """Take one record."""
 
     def close(self) -> None:
         """Finish; no record follows."""
+
+
+@runtime_checkable
+class Gallery(Protocol):
+    """Takes what evaluations show."""
+
+    def show(self, step: int, shown: Shown) -> None:
+        """Take films, and which initial states are solved."""
 
 
 class Guarded:
@@ -90,6 +102,11 @@ class Guarded:
         """Pass a record on, or do nothing."""
         if (sink := self._sink) is not None:
             self._attempt("write", lambda: sink.write(record))
+
+    def show(self, step: int, shown: Shown) -> None:
+        """Pass on films, if the sink takes any."""
+        if isinstance(sink := self._sink, Gallery):
+            self._attempt("show films", lambda: sink.show(step, shown))
 
     def close(self) -> None:
         """Finish the sink, if it is still there."""
@@ -237,6 +254,20 @@ class TrackerSink:
         """Send a record; the service draws gaps where a value is not finite."""
         self._module.log(dict(record.values), step=record.step)
 
+    def show(self, step: int, shown: Shown) -> None:
+        """Films, and at wandb a table of initial states: solved before, solved now."""
+        media: dict[str, Any] = {
+            f"eval/films/{file.stem}": self._module.Video(str(file), format="mp4") for file in shown.films
+        }
+        if shown.strip is not None:
+            media["eval/filmstrip"] = self._module.Image(str(shown.strip))
+        if self._module.__name__ == "wandb":
+            columns = ["task", "init", "before", "now"]
+            rows = [[getattr(one, name) for name in columns] for one in shown.states]
+            media["eval/states"] = self._module.Table(columns=columns, data=rows)
+        if media:
+            self._module.log(media, step=step)
+
     def close(self) -> None:
         """Upload what is left."""
         self._module.finish()
@@ -261,6 +292,12 @@ class TensorBoardSink:
         """One scalar per value."""
         for name, value in record.values.items():
             self._writer.add_scalar(name, value, record.step, walltime=record.time)
+
+    def show(self, step: int, shown: Shown) -> None:
+        """The filmstrip; videos would need another package."""
+        if shown.strip is not None:
+            with Image.open(shown.strip) as strip:
+                self._writer.add_image("eval/filmstrip", np.asarray(strip), step, dataformats="HWC")
 
     def close(self) -> None:
         """Flush and close the event file."""
