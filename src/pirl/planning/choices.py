@@ -1,4 +1,4 @@
-"""What a run decides for itself: settings that are `auto`, for the devices that are here. One line each says what."""
+"""Resolve settings that are `auto` for this machine's devices, and print one line for each."""
 
 import warnings
 from dataclasses import replace
@@ -17,8 +17,8 @@ from pirl.planning.plan import decide
 
 
 def with_choices(config: RLTrainConfig) -> RLTrainConfig:
-    """The configuration with `mesh.fsdp`, `agent.accumulate` and `model.remat` decided. Says these, and what attention
-    `auto` is.
+    """The configuration with `mesh.fsdp`, `agent.accumulate` and `model.remat` decided. Prints
+    these, and the attention that `auto` takes.
     """
     model = config.model
     if not isinstance(model, Pi0Config):

@@ -44,7 +44,7 @@ BY_SPEED: tuple[Remat, ...] = ("none", "names", "dots", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one device needs, and what fits on it."""
+    """Memory of one device: needed, available, and the largest batch."""
 
     parts: Mapping[str, int]
     """Bytes on one device at the peak: the state's groups, `batch`, `gradients, weights at work` and `activations`."""
@@ -69,7 +69,7 @@ class Plan:
     chosen: Remat | None = None
     """The setting that computes least again and fits, where that was asked."""
     suggestions: tuple[str, ...] = ()
-    """What would help, where the batch does not fit at once; each was computed."""
+    """Changes that would help if the batch does not fit at once; each was computed."""
 
     @property
     def peak(self) -> int:
@@ -108,7 +108,7 @@ class _Setup:
     devices: int
     fsdp: int
     say: Callable[[str], None] = lambda _: None
-    """Hears what is tried next."""
+    """Called with each variation before it is planned."""
 
     @property
     def model(self) -> Pi0Config:
@@ -118,7 +118,7 @@ class _Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trace:
-    """What planning needs to know of an algorithm with a model, whatever the devices."""
+    """Shapes and traces of an algorithm with a model, independent of devices."""
 
     state: Any
     """Shapes of the training state."""
@@ -141,8 +141,8 @@ def plan(
 
     `device_gb` is in GiB, as nvidia-smi counts; `usable_fraction` of it is XLA's. `devices` are at least `mesh.fsdp`.
     A batch that does not fit at once is split; where that does not help, variations are tried and those that fit are
-    suggested. With `choose` it is also said which remat setting fits and computes least again. `say` hears what is
-    tried.
+    suggested. With `choose` it is also said which remat setting fits and computes least again. `say` is
+    called with each variation.
     """
     setup = _Setup(config=config, devices=devices or config.mesh.size, fsdp=config.mesh.size, say=say)
     _check(setup)
@@ -195,7 +195,7 @@ def _decide(setup: _Setup, usable: int) -> tuple[_Setup, bool]:
 
 
 def _shareable(setup: _Setup) -> list[int]:
-    """Numbers of devices that can share the weights: they divide the devices and an axis of every large matrix."""
+    """Device counts that can share the weights: they divide the devices and an axis of every large matrix."""
     leaves = jax.tree.leaves(_trace(_essence(setup.config), _whole(setup)).state)
     divisors = (n for n in range(1, setup.devices + 1) if setup.devices % n == 0)
     return [n for n in divisors if n == 1 or all(shards(x.shape, x.dtype, n) for x in leaves)]
@@ -277,7 +277,7 @@ def _largest_batch(loads: tuple[Load, ...], batch: float, room: int) -> int:
 
 
 def _essence(config: RLTrainConfig) -> RLTrainConfig:
-    """The configuration without what a trace does not depend on, so that variations share theirs."""
+    """The configuration without settings that do not affect the trace, so that variations share one."""
     # Pictures are augmented long before the peak, and tracing that is a quarter of all tracing.
     agent = replace(config.agent, accumulate=1, augment=False)
     return replace(config, agent=agent, batch_size=1, mesh=replace(config.mesh, fsdp=1))

@@ -60,7 +60,7 @@ def shrink(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def vary(config: RLTrainConfig, variant: str) -> RLTrainConfig:
-    """`quick`: the real model for a few steps, to see speed and memory. `full`: as it stands. `benchmark`: evaluated
+    """`quick`: the real model for a few steps, to see speed and memory. `full`: unchanged. `benchmark`: evaluated
     as benchmarks are, 50 episodes of each task's test states, before and after.
     """
     if variant == "quick":

@@ -50,14 +50,10 @@ def _short_names(prog: str) -> argparse.ArgumentParser:
     add("--critic-lr", type=float, metavar="LR", help="the critic's peak learning rate; a floor moves with it")
     add("--save-interval", type=int, metavar="N", help="checkpoint.save_interval")
     add("--data-path", nargs="+", metavar="DATASET", help="data.repo_ids, in equal shares: folders or hub names")
-    add(
-        "--enable-fsdp", action="store_true", help="mesh.fsdp auto: weights are shared among devices where they must be"
-    )
+    add("--enable-fsdp", action="store_true", help="mesh.fsdp auto: shard the weights over as many devices as needed")
     add("--no-wandb", action="store_true", help="take wandb out of the sinks")
-    add(
-        "--variant", choices=("quick", "full", "benchmark"), help="few steps; as it stands; evaluated as benchmarks are"
-    )
-    add("--debug", action="store_true", help="the same run with a tiny model and ten steps, to see that all is there")
+    add("--variant", choices=("quick", "full", "benchmark"), help="few steps; unchanged; evaluated like the benchmark")
+    add("--debug", action="store_true", help="the same run with a tiny model and ten steps, to test the set-up")
     return parser
 
 

@@ -74,7 +74,7 @@ def change(before: Rate, after: Rate) -> Markup:
 
 
 def date(seconds: float) -> str:
-    """In universal time, which is the same for everybody who reads it."""
+    """In UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):

@@ -83,7 +83,7 @@ class Acting:
         return self.policy.use(self.state, jax.random.key(seed))
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """What to do from here on, in the robot's units, for one observation in its own keys."""
+        """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
         return self.use(seed).plan({0: observation}, {0: (0, 0)})[0]
 
 

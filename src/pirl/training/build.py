@@ -119,7 +119,8 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
     """The environments."""
     if config.env is None:
         raise ConfigError(
-            f"{config.name} has no environment", hint="name one: --env.type Aloha, or take a recipe that has one"
+            f"{config.name} has no environment",
+            hint="name one: --env.type Aloha; without a simulator, measure on episodes: pirl eval CHECKPOINT --data",
         )
     if jax.process_count() > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is said when a run ends: where it is, which step is best, and what to type next."""
+"""The summary at the end of a run: its folder, the best step, the next commands."""
 
 from collections.abc import Mapping
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""What is measured while a run trains: success in the environment, held-out episodes, a function of the user's."""
+"""Measurements during training: success in the environment, held-out episodes, the user's own function."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from pirl.training.shown import FOLDER, Shown, states
 
 @runtime_checkable
 class Measurement(Protocol):
-    """Something that looks at the weights now and then."""
+    """Measures the weights every `interval` steps."""
 
     @property
     def interval(self) -> int:
-        """Steps between two looks."""
+        """Steps between measurements."""
 
     def __call__(self, state: TrainState, step: int, say: Say) -> dict[str, float]:
         """Metrics by name. The state is only lent: the next update takes its memory."""
@@ -48,7 +48,7 @@ class Evaluations:
         return any(isinstance(part, HeldOut) for part in self.parts)
 
     def due(self, step: int, total: int) -> bool:
-        """Is it time for one of them? At the last step it is, for all."""
+        """Whether one of them is due. At the last step all are."""
         return bool(self._due(step, total))
 
     @property
@@ -57,7 +57,7 @@ class Evaluations:
         return next((part.shown for part in self._last if isinstance(part, Evaluator)), None)
 
     def __call__(self, state: TrainState, step: int, total: int, say: Say = lambda _: None) -> dict[str, float]:
-        """The metrics of those whose time it is."""
+        """The metrics of all measurements that are due."""
         self._last = self._due(step, total)
         metrics: dict[str, float] = {}
         for part in self._last:

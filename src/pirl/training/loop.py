@@ -1,4 +1,4 @@
-"""The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
+"""The training loop: one for every algorithm, from one device to many hosts, bit-exact on resume."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ from pirl.training.watchdog import Watchdog
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "tracking", "checkpoint", "mesh", "early_stop"),
-    *("debug_nans", "log_memory", "watchdog", "recovery", "rollout.backend", "rollout.num_workers"),
+    *("debug_nans", "log_memory", "watchdog", "recovery", "evaluation.films", "rollout.backend", "rollout.num_workers"),
     *("rollout.worker_timeout", "rollout.worker_start_timeout"),
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
@@ -64,7 +64,7 @@ def train(
 ) -> int:
     """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint.
 
-    `resume` goes on with the run; with `fresh_if_missing` it begins one that has no checkpoint yet. `eval_fn` is called
+    `resume` continues the run; with `fresh_if_missing` it starts one that has no checkpoint yet. `eval_fn` is called
     at evaluation intervals, its numbers are logged; by default it is the one that `config.eval_fn` names.
     """
     if eval_fn is None and config.eval_fn is not None:
@@ -120,7 +120,7 @@ def run(
     evaluator: Evaluations | None = None,
     gone_back: Sequence[Recovery] = (),
 ) -> int:
-    """Update until the steps are done, patience ends, or somebody asks to stop; then leave a checkpoint."""
+    """Update until the last step, early stopping or an interrupt; then save a checkpoint."""
     start, total, is_main = int(extra.get("step", 0)), config.num_train_steps, distributed.is_main()
     memory, patience = GPUMemoryMonitor(), Patience(config.early_stop, extra.get("patience"))
     updates, step, stopped = int(state.step), start, False
@@ -165,11 +165,11 @@ def run(
                     updates += 1
                     stream.notice(metrics)
                     log.gather(metrics)
-            except CollectionStoppedError:  # nothing of this step has been learned yet
+            except CollectionStoppedError:  # no update of this step has run
                 stopped, ending = True, f"interrupted while collecting for step {step}; --resume goes on from there"
                 save(step - 1, None)
                 break
-            except EnvError:  # nor here: the environments are broken, not what was learned in them
+            except EnvError:  # broken environments; the weights are fine
                 save(step - 1, None)
                 raise
             own = stream.metrics() | ({recovered.METRIC: len(gone_back)} if gone_back else {})

@@ -38,7 +38,7 @@ PEAK_FLOPS = {
 
 
 class DivergedError(PirlError):
-    """A metric is no longer a number: going on would only spoil the checkpoints."""
+    """A metric is not finite; training on would only spoil the checkpoints."""
 
     def __init__(self, message: str, *, hint: str = "", step: int = 0) -> None:
         super().__init__(message, hint=hint)
@@ -55,7 +55,7 @@ def check_finite(values: Mapping[str, float | Sequence[float]], *, step: int) ->
 
 
 def check_state(state: Any, *, step: int) -> None:
-    """Raise if a number of the training state is NaN or infinite; its metrics speak of the state before the update."""
+    """Raise if a number of the training state is NaN or infinite; its metrics describe the state before the update."""
     finite = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(state)))
     if bad := [jax.tree_util.keystr(path, simple=True, separator="/") for path, whole in finite if not whole]:
         raise _diverged(f"after step {step} {len(bad)} of {len(finite)} arrays are not finite\n{listing(bad)}", step)
@@ -212,7 +212,7 @@ class MetricLog:
             self._gathered.setdefault(name, []).append(value)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Time that is no training."""
+        """Exclude this time from the step timers."""
         return self.timers.paused() if self.timers else nullcontext()
 
     def count_flops(self, count: Callable[[], int | float]) -> None:

@@ -1,10 +1,10 @@
-"""Training that goes on by itself: after divergence, or out of memory, from the last checkpoint and with less.
+"""Automatic recovery from divergence and out-of-memory errors: restart from the last checkpoint with changed settings.
 
-Diverged (a metric or a weight is not a number): learning rates are lowered, and the batches between that checkpoint and
-the step that noticed are left out. A checkpoint from which this happens twice is set aside for the one before it. Out
-of memory: more parts per batch, more rematerialisation. At most `recovery.attempts` times in a run, each time with a
-warning; `recoveries.json`, the metric `recovery/times`, every later checkpoint's metadata and the summary say so. A run
-that never goes back is what it would be without this.
+Divergence (a metric or weight is not finite) lowers the learning rates and skips the batches between that checkpoint
+and the failing step; a checkpoint that diverges twice is set aside for the one before it. Out of memory: more
+accumulation, then more rematerialisation. At most `recovery.attempts` times per run, each with a warning, recorded in
+`recoveries.json`, the metric `recovery/times`, later checkpoints' metadata and the final summary. Runs that never
+recover are unaffected.
 """
 
 import gc
@@ -31,7 +31,7 @@ from pirl.training.recovered import Recovery
 
 
 class OutOfMemoryError(PirlError):
-    """A device's memory ran out, and nothing is left to go on with less."""
+    """Out of device memory, and no setting is left that would need less."""
 
 
 def train(
@@ -43,7 +43,7 @@ def train(
     dry_run: bool = False,
     eval_fn: EvalFn | None = None,
 ) -> int:
-    """`loop.train`, again from the last checkpoint where it diverges or runs out of memory; the same arguments."""
+    """`loop.train` with recovery from divergence and out-of-memory errors; the same arguments."""
     if resume:
         config = _as_it_was(config)
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
@@ -70,7 +70,7 @@ def train(
 
 
 def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
-    """What the run gave up before stays given up."""
+    """Keep the changes of earlier recoveries."""
     known = recovered.read(config.run_dir)
     again = recovered.remembered(config, known)
     if changes := recovered.changes_between(config, again):
@@ -81,12 +81,12 @@ def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def _may_go_back(config: RLTrainConfig) -> bool:
-    """Is there a time left? Several processes do not: one of them may not know yet."""
+    """Whether another attempt is allowed. Never with several processes: the others may not know of the failure."""
     return jax.process_count() == 1 and len(recovered.read(config.run_dir)) < config.recovery.attempts
 
 
 def _slower(config: RLTrainConfig, error: DivergedError) -> tuple[RLTrainConfig, Recovery]:
-    """Lower learning rates, and other batches than those since the last checkpoint."""
+    """Lower the learning rates and skip the batches since the last checkpoint."""
     factor = config.recovery.learning_rate
     changed = replace(config, policy_schedule=slower(config.policy_schedule, factor))
     if config.has_critic:
@@ -106,7 +106,7 @@ def _slower(config: RLTrainConfig, error: DivergedError) -> tuple[RLTrainConfig,
 
 
 def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConfig, Recovery] | None:
-    """Twice as many parts first, as long as the batch has them; then all of rematerialisation, then more parts."""
+    """Accumulate more; at 2 or more parts, full rematerialisation; then accumulate more again."""
     chosen, share = with_choices(config), config.batch_size // jax.device_count()
     model, agent = chosen.model, chosen.agent
     parts = next((n for n in range(agent.parts + 1, share + 1) if share % n == 0), None)
@@ -126,7 +126,7 @@ def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConf
 
 
 def _go_back(config: RLTrainConfig, found: tuple[RLTrainConfig, Recovery]) -> RLTrainConfig:
-    """Write down what is given up, say it, and return the configuration to go on with."""
+    """Record the recovery, warn, and return the changed configuration."""
     changed, new = found
     known = (*recovered.read(config.run_dir), new)
     recovered.write(config.run_dir, known)
@@ -140,7 +140,7 @@ def _go_back(config: RLTrainConfig, found: tuple[RLTrainConfig, Recovery]) -> RL
 
 
 def _set_suspect_aside(config: RLTrainConfig) -> None:
-    """A checkpoint that training diverged from before is finite, but spoilt; the one before it may be better."""
+    """Set a checkpoint aside that training diverged from twice: its weights are finite but unusable."""
     known = recovered.read(config.run_dir)
     steps = [step for step in complete_steps(config.run_dir) if can_be_resumed(config.run_dir / str(step))]
     if len(steps) > 1 and known and (known[-1].kind, known[-1].back_to) == ("diverged", steps[-1]):

@@ -1,7 +1,7 @@
 """Where metrics go: the console, `metrics.jsonl`, `metrics.csv`, and services that may be absent or offline.
 
-A metric is never worth a training run. Every sink is therefore wrapped in `Guarded`: the first call that fails ends
-that sink with one warning, and the run goes on.
+A failing sink must not stop training. Every sink is wrapped in `Guarded`: its first error disables it with one
+warning.
 """
 
 import csv
@@ -36,7 +36,7 @@ JSONL_FILE, CSV_FILE = "metrics.jsonl", "metrics.csv"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is written at one step."""
+    """The metrics of one step."""
 
     step: int
     """Updates so far."""
@@ -48,7 +48,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a tracking service wants to know about a run."""
+    """A run, as tracking services identify it."""
 
     project: str = "pirl"
     """Under which runs are gathered."""
@@ -79,14 +79,14 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Gallery(Protocol):
-    """Takes what evaluations show."""
+    """Takes films and tables of evaluations."""
 
     def show(self, step: int, shown: Shown) -> None:
         """Take films, and which initial states are solved."""
 
 
 class Guarded:
-    """A sink that cannot fail the run: after its first error it is silent."""
+    """A sink that cannot fail the run: its first error disables it."""
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self.name = name
@@ -95,11 +95,11 @@ class Guarded:
 
     @property
     def alive(self) -> bool:
-        """Does it still take records?"""
+        """Whether it still takes records."""
         return self._sink is not None
 
     def write(self, record: Record) -> None:
-        """Pass a record on, or do nothing."""
+        """Pass a record on if the sink works."""
         if (sink := self._sink) is not None:
             self._attempt("write", lambda: sink.write(record))
 
@@ -109,7 +109,7 @@ class Guarded:
             self._attempt("show films", lambda: sink.show(step, shown))
 
     def close(self) -> None:
-        """Finish the sink, if it is still there."""
+        """Close the sink if it works."""
         if (sink := self._sink) is not None:
             self._attempt("close", sink.close)
             self._sink = None
@@ -144,11 +144,11 @@ class ConsoleSink:
         print(grouped(head, record.values, width) if sys.stdout.isatty() else one_line(head, record.values), flush=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class JsonlSink:
-    """One JSON object a line: step, time, values. What is not finite is null, and named in `non_finite`."""
+    """One JSON object per line: step, time, values. Non-finite values are null and named in `non_finite`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -269,7 +269,7 @@ class TrackerSink:
             self._module.log(media, step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload pending data."""
         self._module.finish()
 
 
