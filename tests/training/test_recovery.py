@@ -64,7 +64,7 @@ class Hungry(BC):
 
     def update(self, state: Any, batch: Any, key: Any) -> Any:
         state, metrics = super().update(state, batch, key)
-        if self.config.accumulate < self.config.parts_that_fit:  # type: ignore[attr-defined]
+        if self.config.parts < self.config.parts_that_fit:  # type: ignore[attr-defined]
             metrics["waste"] = jnp.sort(jax.random.uniform(key, (2**45,)))[7]
         return state, metrics
 
@@ -192,9 +192,9 @@ def test_out_of_memory_it_goes_on_with_smaller_parts_and_frees_what_it_had(tmp_p
     SEEN.clear()
     with pytest.warns(PirlWarning, match=r"goes back to step 0 \(out of memory: RESOURCE_EXHAUSTED") as said:
         assert train(config) == 0
-    assert "agent.accumulate 1 -> 2" in str(said[0].message)
+    assert "agent.accumulate auto -> 2" in str(said[0].message)
     assert [one.changes for one in recovered.read(config.run_dir)] == [
-        {"agent.accumulate": (1, 2)},
+        {"agent.accumulate": ("auto", 2)},
         {"agent.accumulate": (2, 4)},
     ]
     assert max(SEEN) < SEEN[0] + 2**14, "arrays of an attempt that failed are still there"

@@ -111,7 +111,8 @@ class RIPT(Agent):
     def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
         """Leave-one-out advantages of the groups with mixed outcomes; in the others all advantages are zero."""
         telling = fo.accepted(rewards)
-        chosen = np.flatnonzero(telling)[: self.config.groups_per_iteration]
+        learned = np.ones_like(telling) if self.config.accept == "all" else telling
+        chosen = np.flatnonzero(learned)[: self.config.groups_per_iteration]
         return Lesson(
             groups=chosen,
             columns={"advantage": fo.group_advantages(rewards[chosen], self.config.advantage)},

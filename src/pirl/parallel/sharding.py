@@ -119,11 +119,6 @@ class ShardingReport:
         """Part of the tree that the fullest device holds: near 1 / fsdp if sharding works."""
         return max(self.device_bytes.values()) / max(self.total_bytes, 1)
 
-    @property
-    def imbalance(self) -> float:
-        """Bytes on the fullest device over those on the emptiest; 1 is even."""
-        return max(self.device_bytes.values()) / max(min(self.device_bytes.values()), 1)
-
 
 def validate_fsdp_sharding(state: Any, mesh: Mesh) -> ShardingReport:
     """Measure where a state really lies; refuse large matrices that every device holds whole though fsdp is on.

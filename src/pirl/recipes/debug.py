@@ -40,7 +40,7 @@ RECIPES = (_ACRLPD, replace(_ACRLPD, name="debug_bc", agent=BCConfig(augment=Fal
 
 def shrink(config: RLTrainConfig) -> RLTrainConfig:
     """The same run, small enough to test within a minute; it learns nothing useful."""
-    tokenizer = config.data.tokenizer if config.data.tokenizer == "none" else "byte"
+    tokenizer = config.data.tokenizer if config.data.tokenizer in ("none", "word") else "byte"  # those without a file
     return replace(
         config,
         model=_shrink_model(config.model),

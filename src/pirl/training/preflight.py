@@ -204,6 +204,8 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
         return
     if (folder := own_assets(config.data)) is not None:
         folder = stats_of_weights(config) or folder
+        if not folder.exists() and any(folder == Path(name) for name in names):
+            return  # a dataset's path that is mistyped is one problem, not two
         found = data.norm_stats_problems(
             config.data, robot, folder, horizon=config.horizon, quantile=config.quantile_norm
         )

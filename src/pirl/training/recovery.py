@@ -116,7 +116,9 @@ def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConf
         agent = replace(agent, accumulate=parts)
     else:
         return None
-    changed = replace(chosen, model=model, agent=agent)  # no choice is made anew
+    # With several devices the mesh is not chosen anew: fewer parts at a time would fit on fewer of them.
+    mesh = chosen.mesh if jax.device_count() > 1 else config.mesh
+    changed = replace(config, model=model, agent=agent, mesh=mesh)
     return changed, Recovery(
         kind="memory",
         reason=f"out of memory: {_first_line(error)}",
