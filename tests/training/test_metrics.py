@@ -25,7 +25,7 @@ from pirl.training import metrics
 from pirl.training.console import grouped
 from pirl.training.metrics import DivergedError, MetricLog, Timers, check_finite, peak_flops
 from pirl.training.progress import Progress, track
-from pirl.training.shown import Shown, State
+from pirl.training.shown import InitialState, Shown
 from pirl.training.sinks import ConsoleSink, Record, RunInfo, TensorBoardSink, wandb_id
 
 
@@ -190,7 +190,7 @@ def evaluated(folder: Path) -> Shown:
     return Shown(
         films=(write_video(film, folder),),
         strip=write_filmstrip([film], folder / "filmstrip.png"),
-        states=(State(task="open", init=3, before=False, now=True),),
+        states=(InitialState(task="open", init=3, before=False, now=True),),
     )
 
 

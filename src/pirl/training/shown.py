@@ -10,7 +10,7 @@ FOLDER = "films"
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class InitialState:
     """An initial state, by the evaluation before and by this one."""
 
     task: str
@@ -29,10 +29,10 @@ class Shown:
     """Videos: successes, then failures."""
     strip: Path | None = None
     """All of them in one picture."""
-    states: tuple[State, ...] = ()
+    states: tuple[InitialState, ...] = ()
     """Every evaluated initial state."""
 
 
-def states(before: dict[Context, bool], now: dict[Context, bool]) -> tuple[State, ...]:
+def states(before: dict[Context, bool], now: dict[Context, bool]) -> tuple[InitialState, ...]:
     """Pair two evaluations by initial state."""
-    return tuple(State(task=c.task, init=c.init, before=before.get(c), now=solved) for c, solved in now.items())
+    return tuple(InitialState(task=c.task, init=c.init, before=before.get(c), now=solved) for c, solved in now.items())
