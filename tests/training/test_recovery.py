@@ -131,7 +131,7 @@ def test_resumed_it_remembers_and_stays_bit_exact(tmp_path: Path, monkeypatch: p
         assert train(whole) == 0
     with pytest.warns(PirlWarning, match="goes back"):
         assert train(replace(pieces, num_train_steps=4)) == 0
-    with pytest.warns(PirlWarning, match=r"went back 1 time\(s\) and goes on with less: policy_schedule\.lr"):
+    with pytest.warns(PirlWarning, match=r"recovered 1 time\(s\) and keeps the changed settings: policy_schedule\.lr"):
         assert train(pieces, resume=True) == 0
     assert_same_bits(restored(pieces), restored(whole))
     assert records(pieces.run_dir) == records(whole.run_dir)
@@ -172,7 +172,7 @@ def test_what_does_not_help_ends_the_run(tmp_path: Path) -> None:
         train(config)
     assert steps_of(config) == [2, 4]
     assert [one.skipped for one in recovered.read(config.run_dir)] == [(4, 5), (2, 5)]
-    with pytest.warns(PirlWarning, match="went back 2"), pytest.raises(DivergedError):
+    with pytest.warns(PirlWarning, match="recovered 2"), pytest.raises(DivergedError):
         train(config, resume=True)  # a restart does not get new attempts
     assert len(recovered.read(config.run_dir)) == 2
 

@@ -75,7 +75,7 @@ def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
     again = recovered.remembered(config, known)
     if changes := recovered.changes_between(config, again):
         told = ", ".join(f"{path} {old} -> {new}" for path, (old, new) in changes.items())
-        message = f"{config.run_dir} went back {len(known)} time(s) and goes on with less: {told}"
+        message = f"{config.run_dir} recovered {len(known)} time(s) and keeps the changed settings: {told}"
         warnings.warn(f"{message} ({recovered.FILE} says why)", PirlWarning, stacklevel=3)
     return again
 
