@@ -219,6 +219,23 @@ def test_wandb_logs_a_run_and_its_resumption_under_one_id(tmp_path: Path, monkey
     assert all(b"policy/loss" in file.read_bytes() for file in files)
 
 
+def test_trackio_logs_a_run_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package, into a folder of its own; it is not among the developer tools, as it brings a web framework."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="needs trackio: pip install 'pirl[trackio]'")
+    run, shown = RunInfo(project="robots", name="fold/seed 3", group="seeds"), evaluated(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PirlWarning)
+        for steps, resumed in (((1, 2), None), ((3, 4), 2)):
+            with MetricLog(tmp_path, ("trackio",), interval=2, run=run, resume_step=resumed) as log:
+                for step in steps:
+                    log.log(step, {"policy/loss": jnp.float32(step)})
+                log.show(steps[-1], shown)
+    films = list((tmp_path / "trackio").glob("media/**/*.mp4"))
+    assert {film.parent.name for film in films} == {"2", "4"}
+    assert all(film.read_bytes() == shown.films[0].read_bytes() for film in films)
+
+
 def test_project_team_group_and_tags_reach_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     fake = ModuleType("wandb")
