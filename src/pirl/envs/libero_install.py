@@ -15,12 +15,19 @@ from pirl.envs.config import LiberoSuite
 from pirl.envs.libero_setup import DOWNLOAD, PINNED, check_packages, find_assets, load_tasks, prepare
 from pirl.errors import EnvError, PirlError
 
+
+def packages() -> str:
+    """The packages, or an error that names those that are missing."""
+    check_packages()
+    return " ".join(PINNED)
+
+
 Step = tuple[str, Callable[[], str], tuple[list[str], ...]]
 """Name, check (returns what it found or raises), and the arguments of python that repair it."""
 STEPS: tuple[Step, ...] = (
     (
         "packages",
-        lambda: check_packages() or " ".join(PINNED),
+        packages,
         (["-m", "pip", "install", "pirl[libero]"], ["-m", "pip", "install", "--no-deps", *PINNED]),
     ),
     ("assets", lambda: str(find_assets(None)), (["-c", DOWNLOAD],)),
