@@ -188,7 +188,7 @@ def test_tuples_of_fixed_length_and_unions_of_plain_types() -> None:
 def test_diff_names_what_changed() -> None:
     assert diff(DEBUG, replace(DEBUG, mesh=MeshConfig(fsdp=2), exp_name="x")) == [
         Change("exp_name", "run", "x"),
-        Change("mesh.fsdp", 1, 2),
+        Change("mesh.fsdp", "auto", 2),
     ]
     changed = diff(replace(DEBUG, critic_schedule=CosineSchedule()), DEBUG)
     assert ("critic_schedule.type", "CosineSchedule", "ConstantSchedule") in changed
@@ -320,6 +320,7 @@ def test_a_recipe_is_told_of_and_can_be_shrunk(name: str) -> None:
     kept = ("horizon", "critic_horizon", "cameras", "real_action_dim", "token_len", "has_critic", "freeze_rule")
     assert [getattr(small, value) for value in kept] == [getattr(config, value) for value in kept]
     assert small.critic.num_critics == config.critic.num_critics
+    assert small.data.tokenizer == {"paligemma": "byte"}.get(config.data.tokenizer, config.data.tokenizer)
     assert not isinstance(small.model, MLPFlowConfig)
     assert small.model.vlm.width == 64
 

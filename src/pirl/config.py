@@ -362,7 +362,7 @@ class RLTrainConfig(Checked):
             )
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:
-        parts, fsdp = self.agent.accumulate, self.mesh.fsdp
+        parts, fsdp = self.agent.parts, self.mesh.size
         if self.batch_size % (parts * fsdp):
             yield (
                 f"batch_size {self.batch_size} cannot be split over {fsdp} device(s) in {parts} part(s)",

@@ -1,5 +1,6 @@
 """`pirl eval CHECKPOINT --data`: the numbers of training again, two checkpoints compared, and what it refuses."""
 
+import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,6 +44,12 @@ def test_a_finished_checkpoint_has_the_numbers_that_training_logged(
     assert "rank_correlation" in shown
     assert "40 rows of 6 episodes of synthetic (held out): 4 successes, 2 failures" in shown
     assert str(file) in shown
+    lines = list(csv.DictReader(file.with_name("samples.csv").open()))
+    assert len(lines) == found["result"]["rows"]
+    loss = [float(line["flow_loss"]) for line in lines if line["outcome"] == "1"]
+    assert sum(loss) / len(loss) == pytest.approx(logged["held_out/flow_loss"], rel=1e-5)
+    worst = max(lines, key=lambda line: float(line["flow_loss"]))
+    assert f"{float(worst['flow_loss']):.3g} (episode {worst['episode']}, step {worst['step']})" in shown
     assert app.main(["eval", str(run.run_dir), "--data", "--json"]) == 0  # the same again may be written again
     assert json.loads(capsys.readouterr().out) == found
 

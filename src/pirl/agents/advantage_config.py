@@ -101,7 +101,7 @@ class RECAPConfig(AgentConfig):
 
     def small(self) -> "RECAPConfig":
         """The condition is learned at once."""
-        return replace(self, accumulate=min(self.accumulate, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
+        return replace(self, accumulate=min(self.parts, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
         """What the settings say: the histogram ends there."""

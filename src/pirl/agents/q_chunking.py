@@ -189,7 +189,7 @@ class QChunking(ChunkCritic):
         c, keys = self.config, _named(key)
         part, successor_inputs = self._inputs(batch, keys)
         ahead = state.target.get("policy", state.policy)
-        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
+        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.parts)
 
         trainable, frozen = self.policy_learner.split(state.params["policy"])
         more = {name: weights for name, weights in state.params.items() if name not in ("policy", "critic")}
@@ -199,7 +199,7 @@ class QChunking(ChunkCritic):
             policy = self.policy_learner.join(weights["policy"], frozen)
             return self.actor_loss(policy, replace(state, params=state.params | beside), part)
 
-        loss, aux, grads = accumulated(actor_loss, {"policy": trainable} | more, part, c.accumulate)
+        loss, aux, grads = accumulated(actor_loss, {"policy": trainable} | more, part, c.parts)
         critic, target, critic_opt, info = self.update_critic(
             state, aux.inputs, aux.candidates, successor, batch, keys["critic"]
         )

@@ -291,7 +291,7 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
 
 
 def examine(timeout: float) -> Iterator[Check]:
-    """Run every check; jax, which takes longest, starts first and is told last."""
+    """Run every check; jax, which takes longest, starts first and is reported last."""
     probe = start_probe()
     try:
         for name, check in local_checks():

@@ -23,12 +23,12 @@ MAX_NAME = 80
 BEST_QUALITY = 5
 
 Choice = Literal["success", "failure", "unsure"]
-"""What a person says of an episode."""
+"""A judgement of an episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What one person said of one episode."""
+    """One person's label of one episode."""
 
     episode_index: int
     """The dataset's own number of the episode."""
@@ -46,7 +46,7 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the labels of one episode amount to."""
+    """The combined labels of one episode."""
 
     labels: tuple[Label, ...]
     """The newest of each person."""

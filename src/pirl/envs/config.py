@@ -11,6 +11,10 @@ colours, zones that move. `stitch`: two blocks that their places name; every dem
 the zone, so that none shows how to do both."""
 
 
+LiberoSuite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
+"""LIBERO's task suites."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TabletopConfig(Checked):
     """The embedded tabletop (`envs.tabletop`): NumPy only, thousands of steps per second with images."""
@@ -68,7 +72,7 @@ class OGBenchConfig(Checked):
 class LiberoConfig(Checked):
     """LIBERO, with OpenPI's conventions (extra `libero`, and LIBERO's assets)."""
 
-    suite: Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"] = "libero_goal"
+    suite: LiberoSuite = "libero_goal"
     """The task suite."""
     task_ids: tuple[int, ...] | None = None
     """Use only these tasks of the suite. None: all."""

@@ -73,7 +73,7 @@ _CLOSE, _OPEN = 1.0, -1.0
 _LEGS = PAUSE + 4
 
 
-class Plan(NamedTuple):
+class Route(NamedTuple):
     """What the operator means to do on one table."""
 
     route: Float[Array, "legs 3"]
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
     """What is added to each move."""
 
 
-def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Plan:
+def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Route:
     """The operator's plan for an episode that has just begun. The same numbers are drawn whatever the dials are."""
     state = table.state
     blocks, zones = state.blocks[slot].astype(float), state.zones[slot].astype(float)
@@ -103,13 +103,13 @@ def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) 
     if detour:
         route.append((*zones[other_zone], _CLOSE))
     route.append((*(block + share * (zone - block) if early else zone), _OPEN))
-    return Plan(np.array(route), noise)
+    return Route(np.array(route), noise)
 
 
 class Operator:
     """Acts out plans, one on each table of a batch."""
 
-    def __init__(self, table: Tabletop, plans: Sequence[Plan]) -> None:
+    def __init__(self, table: Tabletop, plans: Sequence[Route]) -> None:
         self._table = table
         self._lengths = np.array([len(one.route) for one in plans])
         self._routes = np.stack([np.pad(one.route, ((0, _LEGS - len(one.route)), (0, 0))) for one in plans])

@@ -67,7 +67,7 @@ def load(source: str) -> RLTrainConfig:
 
 
 def _load_foreign(data: Mapping[str, Any], source: str) -> RLTrainConfig:
-    """A file in another trainer's style; what it means here is said."""
+    """Read a file in another trainer's style and print the equivalent pirl command."""
     from pirl.recipes.flags import apply_flags
 
     recipe, words = foreign.translate(data, RECIPES)
