@@ -90,6 +90,10 @@ PURPOSES = {
     "bc_libero": "OpenPI's pi05_libero",
     "bc_libero_lora": "bc_libero on one card of 24 GB",
     "ript_libero_goal": "improve a policy in LIBERO's goal suite",
+    "bc_metaworld_mt10": "imitate imperfect demonstrations of ten tasks; start of those below",
+    "acrlpd_metaworld_mt10": "improve it offline, from the same demonstrations",
+    "ript_metaworld_mt10": "improve it with group rollouts in Meta-World",
+    "filtered_metaworld_mt10": "imitate the chunks with the best returns: the baseline without a value",
     "acrlpd_droid": "improve π₀.₅ offline on your own DROID recordings, several large GPUs",
     "acrlpd_droid_lora": "acrlpd_droid on one card of 24 GB",
     "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
@@ -107,6 +111,7 @@ TITLES = {
     "tabletop": "Tabletop",
     "aloha": "ALOHA",
     "libero": "LIBERO",
+    "metaworld": "Meta-World",
     "droid": "DROID",
 }
 """A heading for each module of recipes."""
