@@ -119,8 +119,7 @@ class Simulator:
         self.name = name
         self.inner: Any = kind()
         self.inner._set_task_called = True
-        # Objects and goal are drawn at every reset, by the environment's own generator.
-        self.inner._freeze_rand_vec, self.inner.seeded_rand_vec = False, True
+        self.inner.seeded_rand_vec = True  # places are drawn by the environment's own generator, not by NumPy's global
         self.inner._partially_observable = False  # as in the multi-task suites: the goal is part of the observation
         del self.inner.sawyer_observation_space  # cached with the goal hidden
         if near_camera:
@@ -138,6 +137,9 @@ class Simulator:
         import mujoco
 
         self.inner.np_random = np.random.default_rng(seed)
+        self.inner._freeze_rand_vec = False
+        self.inner.reset_model()  # draws places until they suit the task
+        self.inner._freeze_rand_vec = True  # a reset sets up the scene twice, and some tasks look at the first one
         self.inner.reset()
         mujoco.mj_kinematics(self.inner.model, self.inner.data)
         mujoco.mj_camlight(self.inner.model, self.inner.data)
