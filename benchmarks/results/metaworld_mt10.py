@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/results/metaworld_mt10.py --run runs/metaworld --seeds 0 1 2    a GPU, 16 cores
     PYTHONPATH=src python benchmarks/results/metaworld_mt10.py --run runs/metaworld --minutes 9      go on another time
-    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py --run runs/metaworld --report         tables into the page
+    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py --run runs/metaworld --report         fill the page
 
 Records, computes statistics, trains and evaluates; what is there is not done again. The page is
 docs/results/metaworld.md, with every evaluation in metaworld.jsonl beside it. Needs the extra `metaworld`, and for

@@ -40,9 +40,7 @@ def test_every_row_is_a_run_that_starts_from_an_earlier_one(ladder: ModuleType) 
 
 def test_success_is_shown_per_task_over_all_seeds(ladder: ModuleType) -> None:
     reach = INSTRUCTIONS["reach-v3"]
-    results = [
-        {"method": "bc", "tasks": {reach: {"successes": successes, "trials": 50}}} for successes in (10, 20)
-    ]
+    results = [{"method": "bc", "tasks": {reach: {"successes": successes, "trials": 50}}} for successes in (10, 20)]
     lines = ladder.by_task(results, ladder.MT10_TASK.rows).splitlines()
     assert lines[0] == "| task | BC |"
     assert lines[2] == "| reach-v3 | 30 [22, 40] |"

@@ -104,7 +104,7 @@ class MetaWorldConfig(Checked):
     fast_render: bool = True
     """No shadows, reflections or multisampling: ten times faster, but not what published policies were trained on."""
     full_state: bool = False
-    """The state is Meta-World's observation of 39 numbers, with objects and goal, instead of the hand and gripper."""
+    """The state is Meta-World's observation of 39 numbers, with objects and goal; there are no pictures then."""
     dense_reward: bool = False
     """Reward each step with Meta-World's shaped reward, scaled to 0 to 1, instead of success alone."""
     end_at_success: bool = True

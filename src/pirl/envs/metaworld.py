@@ -82,11 +82,11 @@ class MetaWorldEnv(RobotEnv):
         return Outcome(value, terminated, truncated, self._solved)
 
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
-        """Hand and gripper (or Meta-World's whole observation), and the pictures."""
+        """Hand, gripper and the pictures; or Meta-World's whole observation."""
         simulator = self.simulator
         state = simulator.seen if self.config.full_state else simulator.seen[:PROPRIOCEPTION]
         seen: dict[str, Any] = {STATE: state.astype(np.float32), PROMPT: self._task}
-        if pictures:
+        if pictures and not self.config.full_state:
             # The camera hangs upside down: turning its picture by half a turn puts the table below the arm.
             turned = self._worlds.picture(simulator, CAMERA)[::-1, ::-1]
             seen[IMAGE] = np.ascontiguousarray(turned)
@@ -198,7 +198,7 @@ class Worlds:
 def _observation_space(config: MetaWorldConfig) -> gymnasium.Space:
     dim, spaces = 39 if config.full_state else PROPRIOCEPTION, gymnasium.spaces
     picture = spaces.Box(0, 255, (config.render_size, config.render_size, 3), np.uint8)
-    pictures = dict.fromkeys((IMAGE, WRIST_IMAGE)[: 1 + config.wrist_camera], picture)
+    pictures = dict.fromkeys((IMAGE, WRIST_IMAGE)[: 1 + config.wrist_camera] if not config.full_state else (), picture)
     letters = frozenset("".join(INSTRUCTIONS.values()))
     return spaces.Dict(
         {STATE: spaces.Box(-np.inf, np.inf, (dim,), np.float32), PROMPT: spaces.Text(80, charset=letters), **pictures}

@@ -8,9 +8,9 @@
     pirl train filtered_metaworld_mt10 --exp-name first --init-weights checkpoints/bc_metaworld_mt10/first/12000
     pirl train ript_metaworld_mt10 --exp-name first --init-weights checkpoints/acrlpd_metaworld_mt10/first/6000
 
-All of it and its table by one command: benchmarks/results/metaworld_mt10.py. The demonstrations are imperfect by choice:
-half of them act 12 cm beside the right place, a quarter starts so and corrects itself. Of 400 such episodes 48 %
-succeeded. They may last 200 steps, a policy has 150: the expert needs at most 96 in the median of every task, so a
+All of it and its table by one command: benchmarks/results/metaworld_mt10.py. The demonstrations are imperfect by
+choice: half of them act 12 cm beside the right place, a quarter starts so and corrects itself. Of 400 such episodes
+48 % succeeded. They may last 200 steps, a policy has 150: the expert needs at most 96 in the median of every task, so a
 detour may come too late.
 
 The policy sees one picture of 110 pixels (100 patches), the hand's place and the gripper's opening, and the
