@@ -235,6 +235,8 @@ class RLTrainConfig(Checked):
     @property
     def freeze_rule(self) -> FreezeRule:
         """Which weights train."""
+        if self.agent.freezes_policy:
+            return "frozen"
         if self.freeze is not None:
             return self.freeze
         return "lora" if self.model.has_lora else "full"
@@ -279,11 +281,17 @@ class RLTrainConfig(Checked):
         """Conflicts between the model and its weights."""
         model = self.model
         if isinstance(model, MLPFlowConfig):
-            if self.freeze_rule != "full":
+            if self.freeze not in (None, "full"):
                 yield f"freeze is {self.freeze!r}, and the policy is an MLP", "an MLP trains whole: freeze none or full"
             if self.init_weights is not None:
                 yield f"init_weights is {self.init_weights!r}, and the policy is an MLP", "only π₀ has weights to load"
             return
+        if self.freeze == "frozen" and not self.agent.freezes_policy:
+            learning = ", ".join(tag(kind) for kind in AgentConfig.kinds() if kind.freezes_policy)
+            yield (
+                f"freeze is 'frozen', and {tag(type(self.agent))} trains the policy",
+                f"of pirl's algorithms {learning} learn beside a frozen one",
+            )
         if self.freeze == "lora" and not model.has_lora:
             yield "freeze is 'lora', and the model has no adapters", "take a recipe or preset whose name ends in _lora"
         room = _VOCABULARY.get(self.data.tokenizer, 0)

@@ -23,6 +23,9 @@ class GroupPlan:
     """Passes over the rollouts."""
     even: bool = False
     """Whether all rollouts count the same, however many rows they have."""
+    last_look: bool = False
+    """Whether the policy also notes something of the observation that an episode ended with that was cut off, such as
+    its value."""
 
 
 class RewardRange(NamedTuple):
@@ -44,6 +47,8 @@ class AgentConfig(Checked):
     """The algorithm's class, as `module:Class`. A name, so that settings are read without jax."""
     replays: ClassVar[bool] = False
     """Whether it also learns from episodes that it collects (the `online` settings)."""
+    freezes_policy: ClassVar[bool] = False
+    """Whether no weight of the policy trains, whatever `freeze` says."""
 
     augment: bool = True
     """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
@@ -63,6 +68,11 @@ class AgentConfig(Checked):
         return False
 
     @property
+    def heeds_corrections(self) -> bool:
+        """Whether it asks who chose each action, a policy or a person: its batches then carry `acted_by`."""
+        return False
+
+    @property
     def chooses(self) -> bool:
         """Whether it can choose among several candidate chunks when acting (best of N)."""
         return False
@@ -71,6 +81,16 @@ class AgentConfig(Checked):
     def only_chooses(self) -> bool:
         """Whether what it learns shows only in its choice among candidates: plain samples act as before training."""
         return False
+
+    @property
+    def one_step(self) -> bool:
+        """Whether its policy takes one Euler step from noise to chunk: with more it does not act as trained."""
+        return False
+
+    @property
+    def only_beside(self) -> bool:
+        """Whether what it learns stays beside the policy's weights: exported, they act as before training."""
+        return self.only_chooses
 
     @property
     def guided(self) -> bool:
@@ -86,6 +106,11 @@ class AgentConfig(Checked):
     def groups(self) -> GroupPlan | None:
         """The rollouts of one iteration; None for algorithms that do not need any."""
         return None
+
+    @property
+    def explores(self) -> bool:
+        """Whether it acts differently while it collects: by `Agent.explore`."""
+        return False
 
     @property
     def discount(self) -> float:

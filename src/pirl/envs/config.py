@@ -7,8 +7,8 @@ from pirl.ranges import Bounds, Checked, Count, Natural
 
 TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
 """`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks of four
-colours, zones that move. `stitch`: as `colours`, but demonstrations choose block and zone apart and rarely get both
-right."""
+colours, zones that move. `stitch`: two blocks that their places name; every demonstration errs once, in the block or in
+the zone, so that none shows how to do both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,9 @@ class TabletopConfig(Checked):
     """Height and width of the images."""
     wrist_camera: bool = False
     """Also render a camera that moves with the gripper."""
+    slip: Annotated[float, Bounds(low=0)] = 0.0
+    """Stochastic physics: standard deviation of what is added to each move, as a share of the longest move. Each
+    initial state has its own luck."""
     max_steps: Count | None = None
     """Episode length in steps. None: the level's default."""
 

@@ -16,7 +16,7 @@ Attention = Literal["auto", "plain", "xla", "cudnn"]
 FlowTimes = Literal["beta", "uniform"]
 """Where on the way from noise to data the flow is learned. beta: Beta(1.5, 1), denser near the noise (OpenPI). uniform:
 everywhere alike (Q-chunking, FQL)."""
-FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
+FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only", "frozen"]
 """full: everything trains. lora: OpenPI's rule (adapters, SigLIP and heads train; the transformers that carry adapters
 do not). vlm_frozen: the action expert and the heads train. expert_only: only the expert's transformer trains."""
 

@@ -219,13 +219,18 @@ def _plan(setup: _Setup, usable: int) -> Plan:
     traced = _trace(essence, whole)
     shapes = param_shapes(model)
     trainable = split(shapes, trainable_mask(shapes, model, config.freeze_rule))[0]
+    learning = [
+        leaf
+        for path, leaf in flatten(traced.state.params).items()
+        if path not in traced.state.frozen and not path.startswith("critic/")
+    ]
     state = {part.name: part.per_device for part in breakdown(traced.state, fsdp=fsdp).parts}
     for kind in ("ema", "target"):  # frozen weights are in memory once (`Step.shared`)
         for path, leaf in flatten(getattr(traced.state, kind)).items():
             if path in traced.state.frozen:
                 state[f"{kind}/{path.partition('/')[0]}"] -= shard_bytes(leaf, fsdp=fsdp)
     batch = sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(traced.batch)) / PROBE
-    gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(trainable))
+    gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in learning)
     at_once = _loads(essence, fsdp, whole)
     in_parts = tuple(load.plus(Load(gradients)) for load in at_once)
     share = config.batch_size // setup.devices
@@ -345,6 +350,8 @@ def _variations(setup: _Setup) -> Iterator[tuple[str, _Setup]]:
     if len(config.cameras) > 1:
         fewer = replace(config, data=replace(config.data, cameras=config.cameras[:-1]))
         yield f"{len(config.cameras) - 1} camera(s)", replace(setup, config=fewer)
+    if config.freeze_rule == "frozen":
+        return
     if config.freeze_rule in ("full", "lora"):
         yield "VLM frozen (expert and heads train)", _frozen(setup, "vlm_frozen")
     if config.freeze_rule != "expert_only":

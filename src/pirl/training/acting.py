@@ -220,9 +220,10 @@ def _other_weights(folder: Path, shapes: TrainState, needed: Set[str]) -> dict[s
         return {}
     item = folder / TRAIN_STATE_ITEM
     if not item.is_dir():
+        without = "; or act without a critic: --best-of 1" if set(groups) == {"critic"} else ""
         raise CheckpointError(
             f"{folder} holds no {TRAIN_STATE_ITEM}, and with it no {' or '.join(groups)}",
-            hint="take a checkpoint of the run itself, not an export; or act without a critic: --best-of 1",
+            hint=f"take a checkpoint of the run itself, not an export{without}",
         )
     reference: dict[str, Params] = {"ema": {}, "groups": {}}
     for name, leaves in groups.items():

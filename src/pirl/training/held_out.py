@@ -19,6 +19,7 @@ from pirl.data.chunks import chunk_actions
 from pirl.data.held_out import rows_of
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.pool import make_resident
+from pirl.data.takeovers import as_learned
 from pirl.data.transforms import Transform
 from pirl.files import json_text, write_text
 from pirl.models import flow
@@ -60,9 +61,11 @@ class HeldOut:
         self._values = agent.q_values if agent.config.learns_values else None
         self._config, self._discount, self._flow_steps = config, discount, flow_steps
         self._key, self._file = key, file
-        self._episodes = [source.episode(index) for index in range(len(source))]
+        rule = loader.takeovers
+        self._episodes = [as_learned(source.episode(index), rule) for index in range(len(source))]
         self._outcomes = [episode.success for episode in self._episodes]
-        self._resident = make_resident(source, np.arange(len(source)), frames=source.frames, discount=discount)
+        everything = np.arange(len(source))
+        self._resident = make_resident(source, everything, frames=source.frames, discount=discount, takeovers=rule)
         self._number = np.array(getattr(source, "kept", range(len(source))))
         self._episode, self._step = rows_of(source.lengths, self._outcomes, config.rows)
         self._program = jax.jit(
@@ -152,8 +155,11 @@ class HeldOut:
         if policy is None:
             return found
         context = policy.encode(state.policy, here)
-        error = flow.squared_error(policy, state.policy, context, actions, jax.vmap(_draw)(flowing, actions))
-        found["flow_loss"] = flow.chunk_loss(error, valid=valid, dims=dims)
+        imitator = self._agent.imitator(state)
+        if imitator is not None:
+            seen = context if imitator is state.policy else policy.encode(imitator, here)
+            error = flow.squared_error(policy, imitator, seen, actions, jax.vmap(_draw)(flowing, actions))
+            found["flow_loss"] = flow.chunk_loss(error, valid=valid, dims=dims)
         if self._values is None or not with_values:
             return found
 
