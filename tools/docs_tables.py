@@ -23,7 +23,7 @@ LEFT_OUT = {
     r"^(pip|apt-get|docker|kubectl) |libero_install": "installs or downloads",
     r"^rsync |^uv run scripts/serve_policy": "needs a robot, and OpenPI",
     r"\bsrun\b|#SBATCH|JAX_PROCESS_ID=|^ray start|RAY_ADDRESS=": "needs several machines",
-    r"ript_libero|ript_aloha|--env\.type Libero": "needs a MuJoCo simulator",
+    r"ript_libero|ript_aloha|_metaworld|--env\.type Libero": "needs a MuJoCo simulator",
     r"^pirl (inspect checkpoint|eval|export \w+) (gs|hf)://": "downloads weights",
     r"--model pi0 |get_preset\(\"pi0\"\)": "needs full-size weights",
 }

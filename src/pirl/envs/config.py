@@ -94,6 +94,36 @@ class LiberoConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetaWorldConfig(Checked):
+    """Meta-World: a Sawyer arm at a table, fifty tasks named by instructions (extra `metaworld`)."""
+
+    suite: Literal["MT10", "MT50"] = "MT10"
+    """The task suite."""
+    tasks: tuple[str, ...] | None = None
+    """Use only these tasks, by Meta-World's names, such as reach-v3; any of the fifty. None: all of the suite."""
+    wrist_camera: bool = False
+    """Also render the camera at the gripper."""
+    near_camera: bool = True
+    """Move the camera `corner2` closer to the table, as published visual results and LeRobot do. Otherwise it stays
+    where Meta-World puts it, from where a puck is a few pixels wide."""
+    render_size: Count = 112
+    """Height and width of the images."""
+    fast_render: bool = True
+    """No shadows, reflections or multisampling: ten times faster, but not what published policies were trained on."""
+    full_state: bool = False
+    """The state is Meta-World's observation of 39 numbers, with objects and goal; there are no pictures then."""
+    dense_reward: bool = False
+    """Reward each step with Meta-World's shaped reward, scaled to 0 to 1, instead of success alone."""
+    end_at_success: bool = True
+    """Success ends the episode, as in Meta-World's own evaluation. Otherwise it lasts `max_steps`, and a success
+    counts once it was reached."""
+    max_steps: Count = 200
+    """Episode length in steps; Meta-World allows 500."""
+    spare_simulators: Count = 16
+    """Simulators, of all tasks, that a process keeps for later episodes. Each costs 10 to 20 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GymConfig(Checked):
     """Any gymnasium environment, adapted by `envs.gym`."""
 
@@ -118,4 +148,4 @@ class GymConfig(Checked):
     """Control steps per second, for videos."""
 
 
-EnvConfig = TabletopConfig | AlohaConfig | OGBenchConfig | LiberoConfig | GymConfig
+EnvConfig = TabletopConfig | AlohaConfig | OGBenchConfig | LiberoConfig | MetaWorldConfig | GymConfig
