@@ -255,7 +255,7 @@ class QChunking(ChunkCritic):
             actions=actions,
             critic_actions=batch["critic_actions"],
             valid=batch["valid"],
-            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times),
+            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times, c.real_time_delay),
             candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
         )
         return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))

@@ -167,7 +167,7 @@ class RECAP(Agent):
             c.accumulate,
         )
         ahead = ob.td_target(batch["reward_sum"], c.discount, batch["length"], 1 - batch["next_terminal"], following)
-        draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws)
+        draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws, delay=c.real_time_delay)
         part = Part(here, batch["actions"], batch["valid"], draws, ahead)
         trainable, frozen = self.policy_learner.split(state.params["policy"])
 
