@@ -1,0 +1,116 @@
+"""Labels episodes by what a checkpoint sees at their ends, where the scores of labelled episodes allow it.
+
+Learns from every episode whose outcome was recorded, or said by a person; labels the others. A label of a person is
+never replaced, nor outvoted: where one exists, labels with a score do not count.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from pirl.data import labels, lerobot
+from pirl.data.inspection import inspect_dataset
+from pirl.data.labels import Label
+from pirl.label import classifier
+from pirl.label.classifier import Thresholds
+from pirl.label.features import EpisodeFeatures
+from pirl.rollout.evaluate import Rate
+from pirl.training.acting import open_checkpoint
+
+BY = "classifier"
+"""Whose labels they are: those of a later run replace them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Classified:
+    """What a classifier knows, and what it said."""
+
+    scores: Float[np.ndarray, "E"]
+    """Held-out scores of the episodes that it learned from."""
+    known: Bool[np.ndarray, "E"]
+    """Whether each of them succeeded."""
+    limits: Thresholds
+    """From which score on what is called."""
+    said: Mapping[int, tuple[float, bool | None]]
+    """Score of each unlabelled episode of the dataset, and what it is called."""
+
+    def __str__(self) -> str:
+        won, lost = int(self.known.sum()), int((~self.known).sum())
+        called = [verdict for _, verdict in self.said.values()]
+        lines = [
+            f"learned from {won} successes and {lost} failures, "
+            f"held-out AUC {classifier.auc(self.scores, self.known):.3f}",
+            *(self._side(kind) for kind in (True, False)),
+            f"labelled {called.count(True)} successes and {called.count(False)} failures; left {called.count(None)} of "
+            f"{len(called)} episodes to people",
+        ]
+        return "\n".join(lines)
+
+    def _side(self, kind: bool) -> str:
+        word, limit = ("success", self.limits.success) if kind else ("failure", self.limits.failure)
+        if limit is None:
+            return f"{word}: no score is trusted that far"
+        over = self.scores >= limit if kind else self.scores <= limit
+        rate = Rate(successes=int((self.known[over] == kind).sum()), trials=int(over.sum()))
+        low, high = rate.interval
+        side = "from" if kind else "up to"
+        return (
+            f"{word} {side} {limit:.3f}: {rate.successes} of {rate.trials} held-out episodes are "
+            f"({rate.value:.3f}, 95 % interval {low:.2f} to {high:.2f})"
+        )
+
+
+def classify(
+    dataset: str, checkpoint: str, *, learn: Sequence[str] = (), precision: float = 0.95, write: bool = True
+) -> Classified:
+    """Label what has no outcome in `dataset`; `learn` names further datasets to learn from."""
+    features = EpisodeFeatures(open_checkpoint(checkpoint))
+    x, y, asked = [], [], {}
+    for name in dict.fromkeys([*learn, dataset]):
+        indices, rows = features.of(name)
+        outcomes, open_ = known_outcomes(name)
+        for index, row in zip(indices, rows, strict=True):
+            if index in outcomes:
+                x.append(row)
+                y.append(outcomes[index])
+            elif name == dataset and index in open_:
+                asked[index] = row
+    known, learned = np.array(y, bool), np.array(x)
+    scores = classifier.held_out_scores(learned, known)
+    limits = classifier.thresholds(scores, known, precision)
+    said: dict[int, tuple[float, bool | None]] = {}
+    if asked:
+        found = classifier.fit(learned, known).scores(np.stack(list(asked.values())))
+        said = {index: (float(score), limits.call(score)) for index, score in zip(asked, found, strict=True)}
+    if write:
+        _write(lerobot.resolve(dataset), said)
+    return Classified(scores=scores, known=known, limits=limits, said=said)
+
+
+def known_outcomes(dataset: str) -> tuple[dict[int, bool], set[int]]:
+    """(outcomes that were recorded or said by people, episodes about which neither says anything)."""
+    found = inspect_dataset(dataset)
+    verdicts = labels.newest(labels.read(found.root, dict(zip(found.indices, map(int, found.lengths), strict=True))))
+    outcomes, open_ = {}, set()
+    for index, success in zip(found.indices, found.success, strict=True):
+        verdict = verdicts.get(index)
+        if verdict is not None and not verdict.by_people:
+            open_.add(index)
+        elif success is not None:
+            outcomes[index] = bool(success)
+        elif verdict is None:
+            open_.add(index)
+    return outcomes, open_
+
+
+def _write(root: Path, said: Mapping[int, tuple[float, bool | None]]) -> None:
+    """The labels; what was called something before and is called nothing now is withdrawn."""
+    lengths = {one.index: one.length for one in lerobot.read_meta(root).episodes}
+    before = {index for index, one in labels.newest(labels.read(root, lengths)).items() if not one.by_people}
+    for index, (score, success) in said.items():
+        outcome = None if success is None else "success" if success else "failure"
+        if outcome is not None or index in before:
+            labels.append(root, Label(episode_index=index, by=BY, outcome=outcome, score=round(score, 4)))
