@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from pirl.errors import DataError
 
-STRENGTH = 10.0
+STRENGTH = 1.0
 """λ. Features are standardised, and there are more of them than episodes."""
 FOLDS = 5
 LEAST = 5
