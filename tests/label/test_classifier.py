@@ -115,16 +115,19 @@ FEATURES = {
     "observation.state": {"dtype": "float32", "shape": [2], "names": None},
     "action": {"dtype": "float32", "shape": [2], "names": None},
 }
+ACTED = {"policy": {"dtype": "string", "shape": [1], "names": None}}
 DONE = {"next.success": {"dtype": "bool", "shape": [1], "names": None}}
 
 
-def walk(root: Path, ends: list[float], *, told: bool) -> Path:
+def walk(root: Path, ends: list[float], *, told: bool, policy: bool = False) -> Path:
     """Episodes that end somewhere; beyond 0.5 is a success. The beginning tells nothing."""
-    with LeRobotWriter(root, fps=5, features={**FEATURES, **(DONE if told else {})}) as writer:
+    features = {**FEATURES, **(DONE if told else {}), **(ACTED if policy else {})}
+    with LeRobotWriter(root, fps=5, features=features) as writer:
         for end in ends:
             for step in range(6):
                 place = [end, 0.0] if step >= 6 - LAST else [5.0 * (-1) ** step, 0.0]
                 frame = {"observation.state": np.array(place, np.float32), "action": np.zeros(2, np.float32)}
+                frame |= {"policy": "walk/5"} if policy else {}
                 writer.add_frame({**frame, **({"next.success": step == 5 and end > 0.5} if told else {})})
             writer.save_episode(task="go right")
     return root
@@ -163,6 +166,27 @@ def test_only_what_nobody_knows_is_labelled_and_people_come_first(
     assert inspect_dataset(fresh).success == (False, False, False, False, None, None)
     verdicts = labels.newest(labels.read(fresh, dict.fromkeys(range(6), 6)))
     assert not any(one.conflict for one in verdicts.values())
+
+
+def test_precision_is_judged_on_episodes_that_were_made_alike(tmp_path: Path) -> None:
+    """Demonstrations are easy to tell apart; what the policy does is not what they show."""
+    rng = np.random.default_rng(0)
+    run = str(save_run(replace(walking(tmp_path, BCConfig()), exp_name="seen"), {5: 0.5}))
+    demos = str(walk(tmp_path / "demos", list(rng.uniform(-0.5, 1.5, 40)), told=True))
+    fresh = walk(tmp_path / "fresh", list(rng.uniform(-0.5, 1.5, 30)), told=False, policy=True)
+    found = classify(str(fresh), run, learn=[demos])
+    assert "only 0 of them were made as those to label were" in str(found)
+    assert not (fresh / labels.LABELS_FILE).exists()
+    for index in range(22):  # a coin says how they went: no score can be trusted
+        said = Label(episode_index=index, by="ann", outcome="success" if rng.random() < 0.5 else "failure")
+        labels.append(fresh, said)
+    coin = classify(str(fresh), run, learn=[demos])
+    assert coin.alike.sum() == 22
+    assert classifier.auc(coin.scores[~coin.alike], coin.known[~coin.alike]) > 0.9
+    assert [success for _, success in coin.said.values()].count(None) >= 6
+    own = classify(str(fresh), run, learn=[demos], write=False, precision=0.5)
+    limit = own.limits.success
+    assert limit == classifier.threshold(own.scores[own.alike], own.known[own.alike], 0.5, 0.5)
 
 
 @pytest.mark.parametrize("score", [True, "0.5", 1.5, -0.1, float("nan")])

@@ -35,7 +35,7 @@ class LoopConfig:
     classifier: float | None = None
     """Let a success classifier on the robot's policy's features label collected episodes without an outcome, where so
     large a share of its labels is right on episodes it has not seen (such as 0.95). It learns from the demonstrations
-    and all earlier episodes; people label what it leaves, and every comparison. None: people label all."""
+    and all earlier episodes; people label 20 of the policy's first, what it leaves, and every comparison. None: all."""
     train: tuple[str, ...] = ()
     """Further words for `pirl train`, such as [--max-steps, "800"]."""
     serve: tuple[str, ...] = ()
