@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 
 from pirl.data import labels, lerobot
 from pirl.data.inspection import inspect_dataset
-from pirl.data.labels import Label
+from pirl.data.labels import Choice, Label
 from pirl.label import classifier
 from pirl.label.classifier import Thresholds
 from pirl.label.features import EpisodeFeatures
@@ -124,6 +124,6 @@ def _write(root: Path, said: Mapping[int, tuple[float, bool | None]]) -> None:
     lengths = {one.index: one.length for one in lerobot.read_meta(root).episodes}
     before = {index for index, one in labels.newest(labels.read(root, lengths)).items() if not one.by_people}
     for index, (score, success) in said.items():
-        outcome = None if success is None else "success" if success else "failure"
+        outcome: Choice | None = None if success is None else "success" if success else "failure"
         if outcome is not None or index in before:
             labels.append(root, Label(episode_index=index, by=BY, outcome=outcome, score=round(score, 4)))
