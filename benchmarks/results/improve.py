@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from pirl.improve.processes import pirl
 
-ROBOT = "{python} -m pirl.robot.simulated --server {{server}} --record {{dataset}} --inits {{inits}} --seed {{seed}}"
+ROBOT = "-m pirl.robot.simulated --server {server} --record {dataset} --inits {inits} --seed {seed} --purpose {purpose}"
 
 
 class Arm(NamedTuple):
@@ -87,10 +87,6 @@ def cloned(args: argparse.Namespace, folder: Path) -> Path:
 def loop(args: argparse.Namespace, folder: Path, seed: int, name: str) -> None:
     """`pirl improve` from the cloned policy."""
     arm, place = ARMS[name], folder / name
-    robot = ROBOT.format(python=shlex.quote(sys.executable))
-    # Nobody corrects while policies are compared.
-    watched = f"{robot} --supervise {arm.supervise}" if arm.supervise else robot
-    command = f"if [ {{purpose}} = collect ]; then exec {watched}; else exec {robot}; fi"
     steps = ["--max-steps", str(args.steps), "--policy-schedule.decay-steps", str(args.steps)]
     # Success is measured once, by the loop's own check.
     steps += ["--evaluation.interval", str(args.steps), "--evaluation.episodes", "8"]
@@ -99,7 +95,7 @@ def loop(args: argparse.Namespace, folder: Path, seed: int, name: str) -> None:
         "recipe": arm.recipe,
         "start": str(cloned(args, folder)),
         "demonstrations": [str(folder / "demos")],
-        "robot": f"sh -c {shlex.quote(command)}",
+        "robot": f"{shlex.quote(sys.executable)} {ROBOT} --supervise {arm.supervise}",
         "generations": args.generations,
         "episodes": args.episodes,
         "train": [*steps, "--data.assets-dir", str(folder / "assets")],

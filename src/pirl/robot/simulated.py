@@ -117,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--execute", type=int, help="steps of a chunk before the next (default: what the server says)")
     parser.add_argument("--prefetch", action="store_true", help="ask for the next chunk early")
     parser.add_argument("--supervise", type=float, default=0.0, help="share of episodes with a supervisor")
+    parser.add_argument("--purpose", choices=("collect", "compare"), default="collect", help="compare: no supervisor")
     parser.add_argument("--outcomes", choices=OUTCOMES, default="true", help="what is recorded as success")
     parser.add_argument("--hz", type=float, default=0.0, help="control steps per second (0: as fast as it goes)")
     parser.add_argument("--seed", type=int, default=0, help="seed of supervision and of random outcomes")
@@ -148,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
             for context, number in zip(contexts(env, numbers), numbers, strict=True):
                 rng = np.random.default_rng((args.seed, number, 0 if recorder is None else 1))
                 if supervisor is not None:
-                    supervisor.begin(watching=bool(rng.random() < args.supervise))
+                    supervisor.begin(watching=bool(rng.random() < args.supervise) and args.purpose == "collect")
                 outcome = run_episode(env, policy, context, recorder, hz=args.hz)
                 solved += outcome.success
                 if recorder is not None:
