@@ -32,6 +32,8 @@ INTENDED = "intended"
 INTENDED_STEP = "intended_step"
 POLICY = "policy"
 NOTE = "note"
+# Recordings at the server: whether the row has an observation of its own, or repeats that of the request before it.
+OBSERVED = "observed"
 
 # OpenPI's checkpoint layout: <step>/{params,train_state,assets/<asset_id>/norm_stats.json}.
 PARAMS_ITEM = "params"

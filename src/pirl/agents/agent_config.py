@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
-from pirl.ranges import Auto, Checked, Count
+from pirl.ranges import Auto, Checked, Count, Natural
 from pirl.search import Item
 
 
@@ -49,12 +49,17 @@ class AgentConfig(Checked):
     """Whether it also learns from episodes that it collects (the `online` settings)."""
     freezes_policy: ClassVar[bool] = False
     """Whether no weight of the policy trains, whatever `freeze` says."""
+    delays: ClassVar[bool] = False
+    """Whether its flow loss heeds `real_time_delay`."""
 
     augment: bool = True
     """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
     accumulate: Count | Auto = "auto"
     """Split each batch into this many parts to save memory; the gradient is that of the whole batch. auto: the fewest
     that fit."""
+    real_time_delay: Natural = 0
+    """Train for real-time chunking: the first d steps of each chunk are given without noise, and the loss is on the
+    others; d is 0 to this. The most steps that a robot executes while it waits for a chunk. 0: off. π₀ only."""
 
     @classmethod
     def kinds(cls) -> tuple[type["AgentConfig"], ...]:

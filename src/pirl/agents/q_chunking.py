@@ -260,7 +260,7 @@ class QChunking(ChunkCritic):
             actions=actions,
             critic_actions=batch["critic_actions"],
             valid=batch["valid"],
-            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times),
+            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times, c.real_time_delay),
             candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
             acted_by=batch["acted_by"] if c.heeds_corrections else None,
         )

@@ -199,6 +199,7 @@ class ACRLPDConfig(QChunkingConfig):
     """Q-chunking on a flow policy: a critic over action chunks, and an actor that takes its advice into the weights."""
 
     agent: ClassVar[str] = "pirl.agents.acrlpd:ACRLPD"
+    delays: ClassVar[bool] = True
 
     actor: Actor = "awr"
     """How the critic reaches the actor."""

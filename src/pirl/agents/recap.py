@@ -173,7 +173,7 @@ class RECAP(Agent):
             c.parts,
         )
         ahead = ob.td_target(batch["reward_sum"], c.discount, batch["length"], 1 - batch["next_terminal"], following)
-        draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws)
+        draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws, delay=c.real_time_delay)
         acted_by = batch["acted_by"] if c.heed_corrections else None
         part = Part(here, batch["actions"], batch["valid"], draws, ahead, acted_by)
         trainable, frozen = self.policy_learner.split(state.params["policy"])

@@ -178,6 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise DataError(f"the label is not JSON ({error})", hint="send a label as JSON") from error
         if isinstance(entry, dict):
             entry.pop("at", None)  # the time is this machine's
+            entry.pop("score", None)  # people have none
         labels.append(self.server.meta.root, labels.parse(entry, where="the label", lengths=self.server.lengths))
         self._send(HTTPStatus.OK, self.server.label_table())
         return True

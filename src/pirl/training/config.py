@@ -142,6 +142,9 @@ class CheckpointConfig(Checked):
     """Also keep the best ones by a metric."""
     async_save: bool = True
     """Save asynchronously: training waits only until the arrays are copied to host memory."""
+    grace: Positive | None = None
+    """Seconds between the scheduler's SIGTERM and its SIGKILL. Where a checkpoint takes longer to write than what is
+    left of them, none is begun: the last complete one stands. None: one is written, however long it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,9 @@ class HeldOut:
         everything = np.arange(len(source))
         self._resident = make_resident(source, everything, frames=source.frames, discount=discount, takeovers=rule)
         self._number = np.array(getattr(source, "kept", range(len(source))))
-        self._episode, self._step = rows_of(source.lengths, self._outcomes, config.rows)
+        self._episode, steps = rows_of(source.lengths, self._outcomes, config.rows)
+        starts = self._resident.table.starts[self._episode]
+        self._step = self._resident.table.seen_at[starts + steps] - starts
         self._program = jax.jit(
             batch_on(data_sharding(mesh))(self._measure),
             out_shardings=replicated(mesh),

@@ -137,6 +137,17 @@ def run(
         Watchdog(config.watchdog, config.run_dir) as watchdog,
     ):
 
+        def leave(step: int, values: dict[str, float] | None) -> str:
+            """Save before the end that was asked for, if there is time; what to say otherwise."""
+            checkpoints.wait()  # what is under way comes first, and says how long one takes
+            if stop.time_to_save(config.checkpoint.grace, checkpoints.seconds) or checkpoints.latest_step() is None:
+                save(step, values)
+                return ""
+            return (
+                f"; not saved: the last checkpoint took {checkpoints.seconds or 0:.0f} s, too long for what is left of "
+                f"checkpoint.grace {config.checkpoint.grace:g} s; step {checkpoints.latest_step()} stands"
+            )
+
         def save(step: int, values: dict[str, float] | None) -> None:
             pending = log.pending()
             check_finite(pending, step=step)
@@ -167,7 +178,7 @@ def run(
                     log.gather(metrics)
             except CollectionStoppedError:  # no update of this step has run
                 stopped, ending = True, f"interrupted while collecting for step {step}; --resume goes on from there"
-                save(step - 1, None)
+                ending += leave(step - 1, None)
                 break
             except EnvError:  # broken environments; the weights are fine
                 save(step - 1, None)
@@ -197,8 +208,11 @@ def run(
             elif step < total and stop.agreed(step):
                 stopped, ending = True, f"interrupted after step {step}; --resume goes on from there"
             over = step == total or bool(ending)
-            if over or checkpoints.due(step):
+            if stopped:
+                ending += leave(step, values)
+            elif over or checkpoints.due(step):
                 save(step, values)
+                stop.warn(config.checkpoint.grace, checkpoints.seconds, progress.say)
             progress.advance()
             if over:
                 break

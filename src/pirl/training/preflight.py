@@ -243,7 +243,9 @@ def value_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource]) -> I
         return
     rewards = config.agent.reward_range(config)
     bounds = None if rewards is None else (rewards.low, rewards.high)
-    expected = Expected(discount=config.discount, rewards=bounds, once=rewards is not None and rewards.once)
+    ahead = config.data.n_step * config.critic_horizon
+    once = rewards is not None and rewards.once
+    expected = Expected(discount=config.discount, rewards=bounds, once=once, ahead=ahead)
     yield from fit_problems(sources, expected)
 
 
