@@ -145,6 +145,8 @@ def bits(tree: Any) -> list[bytes]:
 NAIVE = {
     kind: SimpleNamespace(
         aggregation=CONFIGS[kind].q_aggregation,
+        value="best_of_n",
+        partial=None,
         discount=DISCOUNT,
         low=0.0,
         high=1.0,
@@ -230,10 +232,10 @@ class Naive:
             y = naive.target(self.s, self.critic, self.slow, successors, self.batch, slice(None), info)
 
             def loss(critic: dict, y: np.ndarray = y) -> float:
-                temporal, penalty = naive.critic_loss(self.s, critic, candidates, self.batch, y)
+                temporal, penalty, _ = naive.critic_loss(self.s, critic, candidates, self.batch, y, {})
                 return temporal + self.s.calql_weight * penalty
 
-            self.y, self.loss = y, naive.critic_loss(self.s, self.critic, candidates, self.batch, y)[0]
+            self.y, self.loss = y, naive.critic_loss(self.s, self.critic, candidates, self.batch, y, {})[0]
             grads = naive.gradient(loss, self.critic)
             self.critic = naive.mapped(lambda x, g: x - CRITIC_RATE * g, self.critic, grads)
             self.slow = naive.mapped(lambda old, new: (1 - TAU) * old + TAU * new, self.slow, self.critic)
