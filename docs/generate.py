@@ -103,6 +103,10 @@ PURPOSES = {
     "bc_libero_lora": "bc_libero on one card of 24 GB",
     "ript_libero_goal": "improve a policy in LIBERO's goal suite",
     "flow_ppo_libero_goal": "the same by PPO over the denoising path",
+    "bc_metaworld_mt10": "imitate imperfect demonstrations of ten tasks; start of those below",
+    "acrlpd_metaworld_mt10": "improve it offline, from the same demonstrations",
+    "ript_metaworld_mt10": "improve it with group rollouts in Meta-World",
+    "filtered_metaworld_mt10": "imitate the chunks with the best returns: the baseline without a value",
     "acrlpd_droid": "improve π₀.₅ offline on your own DROID recordings, several large GPUs",
     "acrlpd_droid_lora": "acrlpd_droid on one card of 24 GB",
     "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
@@ -121,6 +125,7 @@ TITLES = {
     "aloha": "ALOHA",
     "aloha_sim": "ALOHA in simulation, small",
     "libero": "LIBERO",
+    "metaworld": "Meta-World",
     "droid": "DROID",
 }
 """A heading for each module of recipes."""

@@ -4,6 +4,9 @@
     fake_pirl.py eval CHECKPOINT --episodes N --out DIR
     fake_pirl.py serve CHECKPOINT --host H --port P
     fake_pirl.py robot SERVER DATASET INITS
+    fake_pirl.py label DATASET --classify CHECKPOINT ...     says success of all but the last episode
+
+With $FAKE_PIRL_SILENT the robot records no outcomes while it collects.
 
 Every call is noted in $FAKE_PIRL_CALLS; a call whose number is in $FAKE_PIRL_FAIL fails half-way.
 """
@@ -16,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pirl.data.labels import Label, append
+from pirl.data.lerobot import read_meta
 from pirl.data.writer import LeRobotWriter
 from pirl.robot.client import PolicyClient
 
@@ -68,16 +73,24 @@ def serve(words: list[str]) -> None:
 def robot(words: list[str]) -> None:
     """Success is drawn with the served skill; where initial states repeat, so does the draw."""
     server, dataset, inits = words
+    silent = "FAKE_PIRL_SILENT" in os.environ and dataset.endswith("episodes")
+    features = {name: one for name, one in FEATURES.items() if not (silent and name == "next.success")}
     numbers = [int(word) for word in inits.split(",")]
-    with PolicyClient(server) as client, LeRobotWriter(dataset, fps=5, features=FEATURES) as writer:
+    with PolicyClient(server) as client, LeRobotWriter(dataset, fps=5, features=features) as writer:
         for place, number in enumerate(numbers):
             reply = client.infer({"state": np.zeros(1, np.float32), "prompt": "go"})
             success = bool(np.random.default_rng(number).random() < reply["actions"][0, 0])
             row = {"observation.state": 0.0, "action": reply["actions"][0], "policy": reply["pirl/policy"]}
-            writer.add_frame({**row, "next.success": success})
+            writer.add_frame(row if silent else {**row, "next.success": success})
             writer.save_episode(task="go")
             if place == len(numbers) // 2:
                 fail_if_told()
+
+
+def label(words: list[str]) -> None:
+    root = Path(words[0])
+    for index in range(len(read_meta(root).episodes) - 1):
+        append(root, Label(episode_index=index, by="classifier", outcome="success", score=0.99))
 
 
 def fail_if_told() -> None:
@@ -91,7 +104,7 @@ def main(words: list[str]) -> None:
     if verb != "serve":
         with open(os.environ["FAKE_PIRL_CALLS"], "a") as calls:
             calls.write(f"{verb} {' '.join(rest)}\n")
-    {"train": train, "eval": evaluate, "serve": serve, "robot": robot}[verb](rest)
+    {"train": train, "eval": evaluate, "serve": serve, "robot": robot, "label": label}[verb](rest)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def rms(x, p, cond):
     normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
     if cond is None:
         return normed * (1 + p["scale"]), 1.0
-    scale, shift, gate = np.split(dense(cond, p["Dense_0"]), 3)
+    scale, shift, gate = np.split(dense(cond, p["Dense_0"]), 3, -1)
     return normed * (1 + scale) + shift, gate
 
 
@@ -105,7 +105,7 @@ def feed_forward(p, h, config: GemmaConfig):
 
 
 def velocity(params, config: Pi0Config, images, image_masks, state, tokens, token_mask, x_t, t):
-    """dx/dt for ONE sample: images {slot: [h, w, 3]}, x_t [H, A], scalar t. Every camera is in the sequence."""
+    """dx/dt for ONE sample: images {slot: [h, w, 3]}, x_t [H, A], t scalar or [H]. Every camera is in the sequence."""
     p = to_float64(params)
     llm = p["PaliGemma"]["llm"]
     prefix, valid = [], []
@@ -119,14 +119,15 @@ def velocity(params, config: Pi0Config, images, image_masks, state, tokens, toke
 
     width = config.expert.width
     period = 4e-3 * (4.0 / 4e-3) ** np.linspace(0, 1, width // 2)
-    time = np.concatenate([np.sin(2 * np.pi * t / period), np.cos(2 * np.pi * t / period)])
+    angle = 2 * np.pi * np.broadcast_to(np.asarray(t, F64), len(x_t))[:, None] / period
+    time = np.concatenate([np.sin(angle), np.cos(angle)], -1)
     actions = dense(np.asarray(x_t, F64), p["action_in_proj"])
     if config.pi05:
         cond = silu(dense(silu(dense(time, p["time_mlp_in"])), p["time_mlp_out"]))
         suffix, blocks = actions, [1] * len(actions)
     else:
         cond = None
-        actions = np.concatenate([actions, np.tile(time, (len(actions), 1))], -1)
+        actions = np.concatenate([actions, time], -1)
         actions = dense(silu(dense(actions, p["action_time_mlp_in"])), p["action_time_mlp_out"])
         suffix = np.concatenate([dense(np.asarray(state, F64), p["state_proj"])[None], actions])
         blocks = [1] + [2] * len(actions)

@@ -73,7 +73,7 @@ def load(location: Path, *, best_of: int = 1, settings: dict[str, Any] | None = 
 @contextmanager
 def running(planner: Planner | Callable[..., Planner], **changes: Any) -> Iterator[PolicyServer]:
     """A server of this planner, or of what a function loads."""
-    options = {name: changes.pop(name) for name in ("safety", "on_exchange") if name in changes}
+    options = {name: changes.pop(name) for name in ("safety", "on_exchange", "on_close") if name in changes}
     loads = (lambda replaced: planner) if isinstance(planner, Planner) else planner
     with in_background(PolicyServer(loads, replace(SETTINGS, **changes), **options)) as server:
         yield server

@@ -188,7 +188,7 @@ def test_tuples_of_fixed_length_and_unions_of_plain_types() -> None:
 def test_diff_names_what_changed() -> None:
     assert diff(DEBUG, replace(DEBUG, mesh=MeshConfig(fsdp=2), exp_name="x")) == [
         Change("exp_name", "run", "x"),
-        Change("mesh.fsdp", 1, 2),
+        Change("mesh.fsdp", "auto", 2),
     ]
     changed = diff(replace(DEBUG, critic_schedule=CosineSchedule()), DEBUG)
     assert ("critic_schedule.type", "CosineSchedule", "ConstantSchedule") in changed
@@ -230,6 +230,9 @@ def changed(config: RLTrainConfig, **settings: Any) -> RLTrainConfig:
         (DEBUG, {"seed": -1}, "seed is -1", ""),
         (DEBUG, {"sinks": ["wandb", "wandb"]}, "sinks are wandb, wandb", "once"),
         (DEBUG, {"early_stop": {"patience": 0}}, "patience is 0", "at least 1"),
+        (DEBUG, {"agent__real_time_delay": 4}, "a chunk has 4 steps", "less the steps"),
+        (STATE_ONLY, {"agent__real_time_delay": 1}, "the policy is an MLP", "a time for each step"),
+        (recipes.get_config("ript_tabletop"), {"agent__real_time_delay": 1}, "train with given steps", "guides"),
         (DEBUG, {"data__critic_horizon": 5}, "data.critic_horizon is 5, model.horizon is 4", "whole chunk"),
         (DEBUG, {"freeze": "lora"}, "the model has no adapters", "_lora"),
         (DEBUG, {"data__tokenizer": "paligemma"}, "has 257,152 tokens, the model embeds 512", "tokenizer byte"),
@@ -320,6 +323,7 @@ def test_a_recipe_is_told_of_and_can_be_shrunk(name: str) -> None:
     kept = ("horizon", "critic_horizon", "cameras", "real_action_dim", "token_len", "has_critic", "freeze_rule")
     assert [getattr(small, value) for value in kept] == [getattr(config, value) for value in kept]
     assert small.critic.num_critics == config.critic.num_critics
+    assert small.data.tokenizer == {"paligemma": "byte"}.get(config.data.tokenizer, config.data.tokenizer)
     assert not isinstance(small.model, MLPFlowConfig)
     assert small.model.vlm.width == 64
 

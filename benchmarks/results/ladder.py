@@ -9,6 +9,7 @@ results.jsonl.
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,7 +194,7 @@ class Ladder:
         """Add what an evaluation found to the run's results."""
         success = result["success"]
         line = {"task": self.task.name, "seed": self.seed, "method": row.name, "demos": self.demos}
-        line |= {"steps": self.steps(self.row(row.of or row.name)), "episodes": success["episodes"]}
+        line |= {"steps": self.steps(self.row(row.of or row.name)), "episodes": success["trials"]}
         line |= {"successes": success["successes"], "tasks": result.get("tasks"), "device": device()}
         with (self.run / "results.jsonl").open("a") as file:
             file.write(json.dumps(line | {"time": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
@@ -201,6 +202,8 @@ class Ladder:
 
 def device() -> str:
     """What this machine computes on."""
+    if shutil.which("nvidia-smi") is None:
+        return f"{os.cpu_count()} CPU cores"
     found = subprocess.run(
         ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )

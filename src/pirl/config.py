@@ -279,7 +279,19 @@ class RLTrainConfig(Checked):
 
     def _policy_problems(self) -> Iterator[tuple[str, str]]:
         """Conflicts between the model and its weights."""
-        model = self.model
+        model, delay = self.model, self.agent.real_time_delay
+        if delay and not self.agent.delays:
+            yield (
+                f"agent.real_time_delay is {delay}, and agent {tag(type(self.agent))} does not train with given steps",
+                "leave it out: `pirl serve --real-time` then guides the flow",
+            )
+        if delay and isinstance(model, MLPFlowConfig):
+            yield f"agent.real_time_delay is {delay}, and the policy is an MLP", "only π₀ takes a time for each step"
+        elif delay >= model.horizon:
+            yield (
+                f"agent.real_time_delay is {delay}, and a chunk has {model.horizon} steps",
+                "at most model.horizon less the steps that are executed before the next chunk is asked for",
+            )
         if isinstance(model, MLPFlowConfig):
             if self.freeze not in (None, "full"):
                 yield f"freeze is {self.freeze!r}, and the policy is an MLP", "an MLP trains whole: freeze none or full"
@@ -362,7 +374,7 @@ class RLTrainConfig(Checked):
             )
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:
-        parts, fsdp = self.agent.accumulate, self.mesh.fsdp
+        parts, fsdp = self.agent.parts, self.mesh.size
         if self.batch_size % (parts * fsdp):
             yield (
                 f"batch_size {self.batch_size} cannot be split over {fsdp} device(s) in {parts} part(s)",

@@ -27,11 +27,13 @@ NEXT_DONE = "next.done"
 NEXT_TRUNCATED = "next.truncated"
 INTERVENTION = "intervention"
 
-# pirl's own columns: the policy's chunk in force, which of its steps was due, who acted, what the operator noted.
+# pirl's own columns: the policy's chunk in force, which of its steps was due, the actor, the operator's notes.
 INTENDED = "intended"
 INTENDED_STEP = "intended_step"
 POLICY = "policy"
 NOTE = "note"
+# Recordings at the server: whether the row has an observation of its own, or repeats that of the request before it.
+OBSERVED = "observed"
 
 # OpenPI's checkpoint layout: <step>/{params,train_state,assets/<asset_id>/norm_stats.json}.
 PARAMS_ITEM = "params"

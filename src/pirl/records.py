@@ -42,6 +42,8 @@ class Episode:
     the step on where a plan ends that was made before t."""
     intervention: Bool[Array, "T"] | None = None
     """True where a person (or a scripted corrector) chose action t instead of the policy. None where nobody says."""
+    observed: Bool[Array, "T"] | None = None
+    """False where state and pictures are those of an earlier row, as in recordings of a server. None: nowhere."""
 
     def __len__(self) -> int:
         return len(self.rewards)

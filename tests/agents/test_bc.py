@@ -105,6 +105,35 @@ def test_update_equals_numpy(mask_padding: bool):
     assert int(new.step) == 6
 
 
+def test_given_steps_cost_nothing_and_split_like_the_rest():
+    """With a delay the draws give the first steps; the policy here ignores its time, so one of an MLP will do."""
+
+    class Timeless(MLPFlow):
+        def velocity(self, params, context, x_t, t):
+            return super().velocity(params, context, x_t, jnp.zeros(x_t.shape[:2]))
+
+    def late(parts: int) -> BC:
+        agent = make(accumulate=parts)
+        return replace(agent, policy=Timeless(POLICY.config), config=replace(agent.config, real_time_delay=2))
+
+    state, batch = make_state(), make_batch()
+    observation, actions, draws = late(1)._inputs(batch, KEY)
+    noise, time, counts = (np.asarray(x, np.float64) for x in draws)
+    policy, valid = doubles(state.params["policy"]), np.asarray(batch["valid"], np.float64)
+    expected = np.zeros(SIZE)
+    for b in range(SIZE):
+        for n in range(DRAWS):
+            t = np.where(counts[b, n] > 0, time[b, n], 0.0)[:, None]
+            x_t = t * noise[b, n] + (1 - t) * np.asarray(actions[b])
+            v = naive.velocity(policy, np.asarray(observation.state[b], np.float64), x_t, np.zeros(()))
+            error = np.square(v - noise[b, n] + np.asarray(actions[b]))[:, :REAL].mean(-1)
+            kept = (counts[b, n] > 0) / (1 - 2 / 2 / HORIZON)
+            expected[b] += (error * kept * valid[b]).sum() / valid[b].sum() / DRAWS
+    whole, parts = (jax.jit(late(count).update)(state, batch, KEY) for count in (1, 2))
+    close(whole[1]["policy/loss"], expected.mean())
+    close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_batch_in_parts_is_the_batch(parts: int):
     found, expected = (updating(make(accumulate=n))(make_state(), make_batch(), KEY) for n in (parts, 1))

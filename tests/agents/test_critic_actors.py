@@ -266,7 +266,7 @@ def test_total_loss_is_what_the_update_descends_on(name: str) -> None:
     total, parts = jax.jit(agent.total_loss)(make_state(name), make_batch(), KEY)
     _, metrics = updating(agent)(make_state(name), make_batch(), KEY)
     close([parts["actor"], parts["critic"]], [metrics["actor/loss"], metrics["critic/loss"]], rtol=1e-5)
-    weights = doubles(agent.imitator(make_state(name)))
+    weights = doubles(make_state(name).params["flow" if name == "qc_fql" else "policy"])
     close(float(parts["bc"]), flow_loss(weights, doubles(make_batch())).mean())
     assert float(total) == float(parts["critic"] + parts["actor"])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pirl.cli import app, demo
+from pirl.cli import app, demo, improve
 from pirl.recipes import cli
 
 
@@ -119,3 +119,27 @@ def test_a_quick_demo_keeps_to_its_own_folder(tmp_path: Path, done: list[list[st
 
 def arguments(folder: Path) -> Any:
     return app.build_parser(["demo"]).parse_args(["demo", "--folder", str(folder)])
+
+
+def test_the_loop_at_the_robot_begins_where_the_demo_does(
+    tmp_path: Path, done: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its stages are the demo's first three and the loop, whose settings `pirl improve` understands."""
+    found = {"number": 1, "decision": "promote", "collected": {"corrected": 3, "episodes": 12}, "comparison": None}
+    found["held_out"] = {"rate": 0.9, "low": 0.8, "high": 0.95}
+    state = tmp_path / "loop" / "state.json"
+    assert app.main(["demo", "--folder", str(tmp_path)]) == 0
+    first = len(done)
+    state.parent.mkdir()
+    state.write_text(json.dumps({"finished": [found]}))
+    assert app.main(["demo", "--robot", "--folder", str(tmp_path)]) == 0
+    assert done[first:] == [["improve", str(tmp_path / "loop.yaml")]]
+    shown = capsys.readouterr().out
+    assert "generation 1: promote; 90.0% of held-out episodes succeed" in shown
+    assert "loop.html" in shown
+    state.write_text(json.dumps({"finished": [found, found]}))
+    assert app.main(["demo", "--robot", "--folder", str(tmp_path)]) == 0
+    assert len(done) == first + 1  # two generations are there
+    args = app.build_parser(["improve"]).parse_args(["improve", str(tmp_path / "loop.yaml"), "--show"])
+    assert improve.run(args) == 0
+    assert "--purpose {purpose} --supervise 0.5" in capsys.readouterr().out

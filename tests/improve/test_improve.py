@@ -206,6 +206,26 @@ def test_episodes_without_outcomes_wait_for_labels(tmp_path: Path, calls: Path) 
     assert improve(config, lambda _: None).finished[0].collected["successes"] == 0
 
 
+def test_a_classifier_labels_what_it_knows_and_leaves_the_rest(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_PIRL_SILENT", "1")
+    config = config_of(tmp_path, 0.7, classifier=0.9, demonstrations=("demos",), generations=2)
+    with pytest.raises(WaitingForLabelsError, match="1 of 3 episodes have no outcome"):
+        improve(config, lambda _: None)
+    dataset = config.path / "generations/001/episodes"
+    append(dataset, Label(episode_index=2, by="ann", outcome="failure"))
+    append(dataset, Label(episode_index=1, by="ann", outcome="failure"))  # what a person sees counts
+    with pytest.raises(WaitingForLabelsError):  # the next generation's
+        improve(config, lambda _: None)
+    assert state.read(config.path, start="").finished[0].collected["successes"] == 1
+    said = [line for line in calls.read_text().splitlines() if line.startswith("label")]
+    assert said[0] == f"label {dataset} --classify {config.start} --precision 0.9 --learn demos"
+    before = config.path / "generations/001"
+    assert said[1].endswith(f"--learn demos {before}/episodes {before}/comparison")
+    assert len(said) == 2
+
+
 def test_a_loop_runs_once_at_a_time(tmp_path: Path, calls: Path) -> None:
     config = config_of(tmp_path, 0.7)
 
@@ -228,6 +248,7 @@ def test_a_loop_runs_once_at_a_time(tmp_path: Path, calls: Path) -> None:
         ({"look_every": 6}, "looked at every 6"),
         ({"episodes": 0}, "episodes is 0"),
         ({"alpha": 1.0}, "alpha"),
+        ({"classifier": 0.3}, "classifier is 0.3"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:

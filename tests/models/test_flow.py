@@ -247,3 +247,67 @@ def test_a_continued_chunk_agrees_with_the_one_before_where_it_should(params, ba
     off, was = (jnp.abs(chunks - before[:, None]).mean((0, 1, 3)) for chunks in (steered, plain))
     assert (off[:2] < 0.1 * was[:2]).all()
     assert off[3] > 0.5 * was[3]
+
+
+def test_draws_for_real_time_chunking_give_the_first_steps(batch):
+    """Every length of the given part is drawn equally often; the others' loss counts 1 on average over the chunk."""
+    _, actions = batch
+    keys = jax.random.key(1), jax.random.key(2)
+    plain, draws = flow.draw(*keys, actions, 4000), flow.draw(*keys, actions, 4000, delay=3)
+    np.testing.assert_array_equal(plain.noise, draws.noise)
+    np.testing.assert_array_equal(plain.time, draws.time)
+    assert plain.counts is None
+    assert draws.counts is not None
+    given = np.asarray((draws.counts == 0).sum(-1))
+    np.testing.assert_array_equal(draws.counts == 0, np.arange(4) < given[..., None])
+    np.testing.assert_allclose(np.bincount(given.ravel()) / given.size, [0.25] * 4, atol=0.02)
+    np.testing.assert_allclose(draws.counts.mean(), 1.0, atol=0.01)
+
+
+def test_the_loss_with_given_steps_against_numpy(batch):
+    """Given steps are clean at time 0 and cost nothing: arXiv 2512.05964, with our time and a constant divisor."""
+    _, actions = batch
+    draws = flow.draw(jax.random.key(1), jax.random.key(2), actions, 3, delay=2)
+    mix = np.random.default_rng(4).normal(size=(4, 4))
+
+    class Field(MLPFlow):
+        def velocity(self, params, context, x_t, t):
+            return jnp.einsum("hk,bnka->bnha", mix, x_t) + jnp.square(t)[..., None]
+
+    found = flow.chunk_loss(flow.squared_error(Field(CONFIG), {}, None, actions, draws))
+    given = np.asarray((draws.counts == 0).sum(-1))
+    noise, time, a = (np.asarray(x, np.float64) for x in (draws.noise, draws.time, actions))
+    assert len(np.unique(given)) == 3
+    for b in range(5):
+        total = 0.0
+        for n in range(3):
+            x_t, t = np.zeros((4, 2)), np.zeros(4)
+            for h in range(4):
+                t[h] = 0.0 if h < given[b, n] else time[b, n]
+                x_t[h] = a[b, h] if h < given[b, n] else t[h] * noise[b, n, h] + (1 - t[h]) * a[b, h]
+            v = mix @ x_t + t[:, None] ** 2
+            total += sum(np.square(v[h] - noise[b, n, h] + a[b, h]).mean() for h in range(given[b, n], 4))
+        np.testing.assert_allclose(found[b], total / 3 / (4 - 1), rtol=1e-5)  # one step of four is given on average
+
+
+def test_given_steps_arrive_and_the_others_see_them_clean():
+    """v of the last step is x - (mean of what is seen of the first): it heads for that, which is the given one."""
+    rng = np.random.default_rng(5)
+    noise, before = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 2, 4, 1), (3, 4, 1)))
+    seen = []
+
+    def velocity(x, t):
+        jax.debug.callback(lambda x, t: seen.append((np.asarray(x), np.asarray(t))), x, t, ordered=True)
+        return (x - x[:, :, :1]) / jnp.maximum(t[..., None], 0.05)
+
+    given = jnp.array([0, 1, 2])
+    chunks = np.asarray(flow.euler(flow.prefixed(velocity, before, given), noise, 10))
+    jax.effects_barrier()
+    for b, count in enumerate((0, 1, 2)):
+        np.testing.assert_allclose(chunks[b, :, :count], np.tile(before[b, :count], (2, 1, 1)), atol=1e-5)
+        for x, t in seen:
+            np.testing.assert_allclose(x[b, :, :count], np.tile(before[b, :count], (2, 1, 1)), atol=1e-6)
+            assert (t[b, :, :count] == 0).all()
+            assert (t[b, :, count:] > 0).all()
+        if count:
+            np.testing.assert_allclose(chunks[b, :, count:], np.full((2, 4 - count, 1), before[b, 0]), atol=1e-4)

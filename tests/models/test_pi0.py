@@ -11,7 +11,7 @@ import naive_pi0
 from pirl.errors import ConfigError
 from pirl.models import flow
 from pirl.models.config import LoRAConfig, Pi0Config, get_preset
-from pirl.models.observation import Observation, drop_absent_cameras
+from pirl.models.observation import Observation
 from pirl.models.params import flatten, nest
 from pirl.models.pi0 import Pi0
 from small_pi0 import BATCH, EXPERT, LORA, NUM, SMALL, VLM, weights
@@ -76,6 +76,31 @@ def test_equals_the_joint_pass(small):
             np.testing.assert_allclose(v[b, n], expected, rtol=2e-4, atol=2e-4)
 
 
+def test_each_step_may_have_its_own_time(small):
+    """As in chunks whose first steps are given; in training, and prepared for sampling."""
+    policy, params, obs, x_t, t, context, v = small
+    steps = jnp.where(jnp.arange(policy.horizon) < 1, 0.0, t[..., None])
+    found = jax.jit(policy.velocity)(params, context, x_t, steps)
+    images = {name: np.asarray(image[1], np.float64) / 255 * 2 - 1 for name, image in obs.images.items()}
+    expected = naive_pi0.velocity(
+        params,
+        policy.config,
+        images,
+        {name: mask[1] for name, mask in obs.image_masks.items()},
+        obs.state[1],
+        np.asarray(obs.tokenized_prompt[1]),
+        np.asarray(obs.tokenized_prompt_mask[1]),
+        x_t[1, 0],
+        np.asarray(steps[1, 0]),
+    )
+    np.testing.assert_allclose(found[1, 0], expected, rtol=2e-4, atol=2e-4)
+    assert jnp.abs(found - v).max() > 1e-3
+    prepared = jax.jit(flow.field(policy, params, context))
+    np.testing.assert_allclose(prepared(x_t, steps), found, rtol=0, atol=1e-4)
+    alike = jnp.broadcast_to(t[..., None], steps.shape)
+    np.testing.assert_allclose(jax.jit(policy.velocity)(params, context, x_t, alike), v, rtol=0, atol=1e-5)
+
+
 def test_shared_candidates_equal_separate_calls(small):
     policy, params, _, x_t, t, context, v = small
     one = jax.jit(policy.velocity)
@@ -86,8 +111,10 @@ def test_shared_candidates_equal_separate_calls(small):
 
 def test_absent_cameras_can_be_left_out(small):
     policy, params, obs, x_t, t, _, v = small
-    shorter = drop_absent_cameras(obs)
-    assert list(shorter.images) == list(policy.config.cameras[:2])
+    kept = [name for name, mask in obs.image_masks.items() if np.asarray(mask).any()]
+    assert kept == list(policy.config.cameras[:2])
+    parts = {field: {name: getattr(obs, field)[name] for name in kept} for field in ("images", "image_masks")}
+    shorter = replace(obs, **parts)
     context = jax.jit(policy.encode)(params, shorter)
     assert context.mask.shape[1] == 2 * policy.config.tokens_per_image + obs.tokenized_prompt.shape[1]
     np.testing.assert_allclose(jax.jit(policy.velocity)(params, context, x_t, t), v, rtol=0, atol=5e-5)

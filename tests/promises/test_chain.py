@@ -98,8 +98,7 @@ def test_other_critics_choose_what_dynamic_programming_chooses(option: str):
         found, truth = look(chain.of_case(states, number)), chain.best_values(case)
         assert found.rank(truth) > rank
         assert found.optimal(truth, found.picks) > optimal
-        first = np.stack([found.picks[:, :2].sum(1), found.picks[:, 2:].sum(1)], axis=1)
-        assert first[:, 0].min() > 0.9  # ahead, at every position
+        assert found.picks[1::2, 2:].sum(1).max() < 0.05  # nothing falls
 
 
 def weighed(**changes) -> tuple[list[chain.Found], np.ndarray]:
@@ -114,7 +113,7 @@ def weighed(**changes) -> tuple[list[chain.Found], np.ndarray]:
 
 
 def test_outcomes_dealt_at_random_leave_the_policy_where_it_is():
-    """With the defaults. Critics of the same episodes agree about their noise, and a policy would follow it."""
+    """With the defaults. Critics that learn from the same episodes agree about their noise; the policy follows it."""
     cloned, _ = weighed(actor_warmup_steps=10**6)
     (halved, even), (agreeing, greedy) = weighed(), weighed(members="all")
 

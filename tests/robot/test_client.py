@@ -157,7 +157,7 @@ def test_prefetching_bridges_a_late_chunk_and_goes_on_where_the_world_is() -> No
     assert broker._asked is not None  # two steps of delay are expected now, so the next chunk is asked for at once
     broker._asked[0].result()
     told = [(r["pirl/step"], r["pirl/executed"], r["pirl/delay"]) for r in policy.requests]
-    assert told == [(0, 0, 0), (3, 3, 0), (5, 2, 2)]
+    assert told == [(0, 0, 0), (3, 3, 1), (5, 2, 2)]
     assert broker.waits == 0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pirl.data.dataset import LeRobotSource
+from pirl.data.lerobot import read_meta
 from pirl.data.rows import read_columns
 from pirl.robot.simulated import main
 from policy_server import policy_server
@@ -48,6 +49,16 @@ def test_a_supervisor_takes_over_when_the_block_is_carried_the_wrong_way(tmp_pat
         assert any(episode.success for episode in episodes)
     else:
         assert not any(episode.success for episode in episodes)
+
+
+def test_nobody_supervises_a_comparison(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    with policy_server(lambda request: fetch(request, wrong=True), metadata={"pirl/execute": 1}) as server:
+        words = ["--server", f"ws://127.0.0.1:{server.port}", "--inits", "0", "--record", str(root)]
+        assert main([*words, "--supervise", "1.0", "--purpose", "compare", "--outcomes", "none"]) == 0
+    columns = read_columns(read_meta(root))
+    assert not columns["intervention"].any()
+    assert "next.success" not in columns
 
 
 def test_an_unreachable_server_is_an_error_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

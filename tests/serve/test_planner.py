@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from acting_runs import walking
+from acting_runs import save_run, walking
 from golden_data import FAMILIES
 from pirl.agents.config import BCConfig
 from pirl.data.create import create_tokenizer
@@ -25,6 +25,7 @@ from pirl.serve.load import loader
 from pirl.serve.planner import LONGEST_PROMPT, PlannedChunk, Planner, example
 from pirl.serve.shadow import shadow
 from serving_runs import SEEN, load
+from small_pi0 import SMALL
 
 
 def row_of(planner: Planner, number: tuple[int, int]):
@@ -154,3 +155,26 @@ def test_weights_of_openpi_are_served_with_a_recipe(tmp_path: Path) -> None:
     stats = json.loads((family.step_dir / "assets/fixture_robot/norm_stats.json").read_text())["norm_stats"]["actions"]
     expected = np.asarray(chunk) * (np.array(stats["std"]) + 1e-6) + np.array(stats["mean"])
     np.testing.assert_allclose(plan.chunk, expected, rtol=0, atol=1e-4)
+
+
+def test_a_policy_trained_with_given_steps_is_given_them(tmp_path: Path) -> None:
+    """As many as it was trained with; the chunk then begins with them. Where none are frozen, nothing changes."""
+    model = replace(SMALL, cameras=(), action_dim=2, horizon=4, vocab_size=512)
+    config = walking(tmp_path, BCConfig())
+    data = replace(config.data, tokenizer="byte")
+    config = replace(config, model=model, data=data, agent=BCConfig(real_time_delay=2), exp_name="given")
+    run = save_run(config, {5: 0.5})
+    planner = load(run, settings={"max_batch": 1})(None)
+    before = np.array([[0.3, -0.1], [0.2, 0.4], [0.5, 0.6]], np.float32)
+
+    def chunk(**more: Any) -> np.ndarray:
+        (plan,) = planner.plan([planner.row(SEEN, number=(0, 0), **more)])
+        assert isinstance(plan, PlannedChunk)
+        return plan.chunk
+
+    plain, late, later = chunk(), chunk(before=before, delay=1), chunk(before=before, delay=3)
+    np.testing.assert_allclose(chunk(before=before, delay=0), plain, atol=1e-5)
+    np.testing.assert_allclose(late[:1], before[:1], atol=1e-5)
+    np.testing.assert_allclose(later[:2], before[:2], atol=1e-5)
+    assert np.abs(later[2] - before[2]).max() > 1e-3
+    assert np.abs(late[1:] - plain[1:]).max() > 1e-5  # the others heed what is given

@@ -14,6 +14,7 @@ class FilteredConfig(AgentConfig):
     """Filtered behaviour cloning: imitate the chunks with the best returns, the baseline for every other algorithm."""
 
     agent: ClassVar[str] = "pirl.agents.filtered:Filtered"
+    delays: ClassVar[bool] = True
 
     discount: Inside = 0.99
     """Discount per environment step of the returns that are compared. Below 1, faster successes are better."""
@@ -48,6 +49,7 @@ class RECAPConfig(AgentConfig):
     """RECAP (π*0.6): a value tells which chunks were better than usual, and the policy learns it as a condition."""
 
     agent: ClassVar[str] = "pirl.agents.recap:RECAP"
+    delays: ClassVar[bool] = True
 
     discount: Inside = 0.99
     """Discount per environment step."""
@@ -101,7 +103,7 @@ class RECAPConfig(AgentConfig):
 
     def small(self) -> "RECAPConfig":
         """The condition is learned at once."""
-        return replace(self, accumulate=min(self.accumulate, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
+        return replace(self, accumulate=min(self.parts, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
         """What the settings say: the histogram ends there."""

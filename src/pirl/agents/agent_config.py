@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
-from pirl.ranges import Checked, Count
+from pirl.ranges import Auto, Checked, Count, Natural
 from pirl.search import Item
 
 
@@ -49,11 +49,17 @@ class AgentConfig(Checked):
     """Whether it also learns from episodes that it collects (the `online` settings)."""
     freezes_policy: ClassVar[bool] = False
     """Whether no weight of the policy trains, whatever `freeze` says."""
+    delays: ClassVar[bool] = False
+    """Whether its flow loss heeds `real_time_delay`."""
 
     augment: bool = True
     """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
-    accumulate: Count = 1
-    """Split each batch into this many parts to save memory; the gradient is that of the whole batch."""
+    accumulate: Count | Auto = "auto"
+    """Split each batch into this many parts to save memory; the gradient is that of the whole batch. auto: the fewest
+    that fit."""
+    real_time_delay: Natural = 0
+    """Train for real-time chunking: the first d steps of each chunk are given without noise, and the loss is on the
+    others; d is 0 to this. The most steps that a robot executes while it waits for a chunk. 0: off. π₀ only."""
 
     @classmethod
     def kinds(cls) -> tuple[type["AgentConfig"], ...]:
@@ -61,6 +67,11 @@ class AgentConfig(Checked):
         import_module("pirl.agents.config")
         found = [kind for kind in _descendants(cls) if kind.agent]
         return tuple(sorted(found, key=lambda kind: (not kind.__module__.startswith("pirl."), kind.__name__)))
+
+    @property
+    def parts(self) -> int:
+        """Parts of each batch; 1 as long as `auto` is not decided."""
+        return 1 if self.accumulate == "auto" else self.accumulate
 
     @property
     def learns_values(self) -> bool:
@@ -142,7 +153,7 @@ class AgentConfig(Checked):
 
     def small(self) -> "AgentConfig":
         """The same settings for a debug run: same code paths, least work."""
-        return replace(self, accumulate=min(self.accumulate, 2))
+        return replace(self, accumulate=min(self.parts, 2))
 
     def quick(self) -> "AgentConfig":
         """The same settings for a run of a few steps with the real model."""

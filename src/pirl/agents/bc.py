@@ -73,7 +73,7 @@ class BC(Agent):
             return per_sample.mean(), per_sample
 
         parts = (observation, actions, batch["valid"], draws)
-        value, per_sample, grads = accumulated(loss, trainable, parts, self.config.accumulate)
+        value, per_sample, grads = accumulated(loss, trainable, parts, self.config.parts)
         params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
         metrics = {
             "policy/loss": value,
@@ -104,5 +104,6 @@ class BC(Agent):
         augment_key, noise_key, time_key = jax.random.split(key, 3)
         observation = Observation.from_dict(batch["observations"])
         observation = self.policy.prepare(observation, augment_key if self.config.augment else None)
-        draws = flow.draw(noise_key, time_key, batch["actions"], self.config.flow_draws)
-        return observation, batch["actions"], draws
+        c, actions = self.config, batch["actions"]
+        draws = flow.draw(noise_key, time_key, actions, c.flow_draws, delay=c.real_time_delay)
+        return observation, actions, draws

@@ -155,8 +155,10 @@ class ChunkCritic(Agent):
         for steps, higher in longer.items():
             v, error = told(steps, higher)
             share = ob.masked_mean(ob.expectile_weights(higher - v, self.config.expectile) * error, mask)
-            name = "partial" if steps else "value"
-            info |= {f"critic/{name}_loss": share, f"critic/{name}_mean": v.mean()}
+            if steps:
+                info |= {"critic/partial_loss": share, "critic/partial_mean": v.mean()}
+            else:
+                info |= {"critic/value_loss": share, "critic/value_mean": v.mean()}
             loss = loss + share
         if self.config.calql_weight:
             # The penalty compares values under the same dropout, hence none.

@@ -36,6 +36,7 @@ class BCConfig(AgentConfig):
     """Behaviour cloning: OpenPI's training objective."""
 
     agent: ClassVar[str] = "pirl.agents.bc:BC"
+    delays: ClassVar[bool] = True
 
     flow_draws: Count = 1
     """Points of the flow per chunk and step. More cost little: the prefix is shared."""

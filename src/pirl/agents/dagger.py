@@ -61,7 +61,7 @@ class DAgger(BC):
             return (weight * per_sample).mean(), per_sample
 
         parts = (weight, observation, actions, steps, draws)
-        value, per_sample, grads = accumulated(loss, trainable, parts, self.config.accumulate)
+        value, per_sample, grads = accumulated(loss, trainable, parts, self.config.parts)
         params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
         shares = {who: corrections.begun_by(batch["acted_by"], who).mean() for who in (AUTONOMOUS, BLAMED, CORRECTED)}
         metrics = {

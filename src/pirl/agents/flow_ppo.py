@@ -282,7 +282,7 @@ class FlowPPO(Agent):
             return total, (logged, None if self.value is None else inputs)
 
         groups = self._of_policy(state.params) | {"policy": trainable}
-        _, (logged, inputs), grads = accumulated(loss, groups, (rows, demos), c.accumulate)
+        _, (logged, inputs), grads = accumulated(loss, groups, (rows, demos), c.parts)
         metrics = self._metrics(logged, rows) | {"ppo/grad_norm": optax.tree.norm(grads)}
         # Once the policy has moved far, it is held until the next iteration; the value goes on.
         far = metrics["ppo/kl"] > (jnp.inf if c.kl_limit is None else c.kl_limit)

@@ -151,8 +151,8 @@ class FrozenPolicy(ChunkCritic):
         def proposed(part: tuple[Observation, Any]) -> Proposal:
             return self.propose(state, *seen(part[0]), part[1])
 
-        successor = in_parts(succeeded, (there, self.draw(keys["there"], shape)), c.accumulate)
-        proposal = in_parts(proposed, (here, self.draw(keys["here"], shape)), c.accumulate)
+        successor = in_parts(succeeded, (there, self.draw(keys["there"], shape)), c.parts)
+        proposal = in_parts(proposed, (here, self.draw(keys["here"], shape)), c.parts)
         critic, target, critic_opt, info = self.update_critic(
             state, proposal.inputs, self.done(state, proposal), successor, batch, keys["critic"]
         )

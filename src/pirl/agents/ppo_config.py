@@ -133,7 +133,7 @@ class FlowPPOConfig(AgentConfig):
         """Two groups of two."""
         return replace(
             self,
-            accumulate=min(self.accumulate, 2),
+            accumulate=min(self.parts, 2),
             group_size=2,
             groups_per_iteration=2,
             max_attempts=1.0,

@@ -189,7 +189,7 @@ class QChunking(ChunkCritic):
         c, keys = self.config, _named(key)
         part, successor_inputs = self._inputs(batch, keys)
         ahead = state.target.get("policy", state.policy)
-        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
+        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.parts)
 
         trainable, frozen = self.policy_learner.split(state.params["policy"])
         more = {name: weights for name, weights in state.params.items() if name not in ("policy", "critic")}
@@ -199,7 +199,7 @@ class QChunking(ChunkCritic):
             policy = self.policy_learner.join(weights["policy"], frozen)
             return self.actor_loss(policy, replace(state, params=state.params | beside), part)
 
-        loss, aux, grads = accumulated(actor_loss, {"policy": trainable} | more, part, c.accumulate)
+        loss, aux, grads = accumulated(actor_loss, {"policy": trainable} | more, part, c.parts)
         critic, target, critic_opt, info = self.update_critic(
             state, aux.inputs, aux.candidates, successor, batch, keys["critic"]
         )
@@ -241,9 +241,8 @@ class QChunking(ChunkCritic):
         y = self.taught(state, batch, y)
         longer = self.longer(state.target["critic"], aux.inputs, batch, pair_key)
         temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key, longer)
-        imitation = self.bc_loss(self.imitator(state) or policy, part.observation, part.actions, part.valid, part.draws)
         total = temporal + actor
-        return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
+        return total, {"critic": temporal, "actor": actor, "bc": aux.flow_loss.mean(), "total": total}
 
     def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
         """Observations augmented alike at s and s', and every random number of the step."""
@@ -261,7 +260,7 @@ class QChunking(ChunkCritic):
             actions=actions,
             critic_actions=batch["critic_actions"],
             valid=batch["valid"],
-            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times),
+            draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times, c.real_time_delay),
             candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
             acted_by=batch["acted_by"] if c.heeds_corrections else None,
         )

@@ -113,7 +113,7 @@ class ChunkCriticConfig(AgentConfig):
 
     def small(self) -> "ChunkCriticConfig":
         """The actor starts at once."""
-        small = replace(self, accumulate=min(self.accumulate, 2), gate=None, mc_steps=min(self.mc_steps, 2))
+        small = replace(self, accumulate=min(self.parts, 2), gate=None, mc_steps=min(self.mc_steps, 2))
         return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
@@ -199,6 +199,7 @@ class ACRLPDConfig(QChunkingConfig):
     """Q-chunking on a flow policy: a critic over action chunks, and an actor that takes its advice into the weights."""
 
     agent: ClassVar[str] = "pirl.agents.acrlpd:ACRLPD"
+    delays: ClassVar[bool] = True
 
     actor: Actor = "awr"
     """How the critic reaches the actor."""

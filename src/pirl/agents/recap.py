@@ -170,10 +170,10 @@ class RECAP(Agent):
         following = in_parts(
             lambda seen: self.value(critic, CriticInputs.of(self.policy.encode(state.policy, seen))).mean(0),
             there,
-            c.accumulate,
+            c.parts,
         )
         ahead = ob.td_target(batch["reward_sum"], c.discount, batch["length"], 1 - batch["next_terminal"], following)
-        draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws)
+        draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws, delay=c.real_time_delay)
         acted_by = batch["acted_by"] if c.heed_corrections else None
         part = Part(here, batch["actions"], batch["valid"], draws, ahead, acted_by)
         trainable, frozen = self.policy_learner.split(state.params["policy"])
@@ -182,7 +182,7 @@ class RECAP(Agent):
             return self.policy_loss(groups, frozen, critic, state, part)
 
         groups = {"policy": trainable, "condition": state.params["condition"]}
-        value, aux, grads = accumulated(loss, groups, part, c.accumulate)
+        value, aux, grads = accumulated(loss, groups, part, c.parts)
         returns = batch["mc_return"]
         value_loss, critic_grads = jax.value_and_grad(self.value_loss)(critic, aux.inputs, returns)
         learners = {

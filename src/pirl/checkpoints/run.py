@@ -84,7 +84,9 @@ class Checkpoints:
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pirl-checkpoints")
         self._known: set[int] = set()
         self._saving: int | None = None
-        self._sealing = 0
+        self._sealing, self._began = 0, 0.0
+        self.seconds: float | None = None
+        """How long the latest one took to get onto the disk; known to process 0."""
         arrays = {
             item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
             for item in (PARAMS_ITEM, TRAIN_STATE_ITEM)
@@ -166,7 +168,7 @@ class Checkpoints:
             ASSETS_ITEM: FilesSave(self._write_assets),
             EXTRA_ITEM: FilesSave(lambda target: _write_texts(target, texts)),
         }
-        self._sealing = step
+        self._sealing, self._began = step, time.monotonic()
         with self._save_errors(step):
             self._checkpointer.save(
                 folder,
@@ -248,7 +250,7 @@ class Checkpoints:
     def extras(self) -> Iterator[dict[str, Any]]:
         """That of every complete step that can be gone on from."""
         for step in filter(lambda step: can_be_resumed(self.directory / str(step)), self.all_steps()):
-            with suppress(CheckpointError):  # a damaged one is told of by whoever asks for it
+            with suppress(CheckpointError):  # a damaged one is reported when it is used
                 yield read_extra(self.directory / str(step))
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -277,6 +279,7 @@ class Checkpoints:
         for folder in self.directory.glob(_UNFINISHED):
             if folder.name.split(".")[0] == str(self._sealing):
                 seal(folder)
+        self.seconds = time.monotonic() - self._began
 
     def _unmark(self, step: int) -> None:
         """Orbax 0.12 marks finished folders with a file that names their path; OpenPI's has none."""

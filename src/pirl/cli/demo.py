@@ -21,7 +21,8 @@ EXAMPLES = """\
 examples:
   pirl demo
   pirl demo --folder /data/demo
-  pirl demo --quick                     two minutes: every stage, but too few steps to learn much"""
+  pirl demo --quick                     two minutes: every stage, but too few steps to learn much
+  pirl demo --robot                     the loop at a simulated robot instead: serve, correct, improve, compare"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl demo`."""
     parser.add_argument("--folder", type=Path, default=Path("demo"), metavar="DIR", help="output folder (default demo)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps, in a separate folder")
+    parser.add_argument("--robot", action="store_true", help="two generations of `pirl improve` at a simulated robot")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of data and training (default 0)")
 
 
@@ -61,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.folder.with_name(args.folder.name + "_quick") if args.quick else args.folder
     stages, results = plan(folder, quick=args.quick, seed=args.seed)
+    if args.robot:
+        from pirl.cli import demo_robot
+
+        stages = demo_robot.plan_loop(folder, quick=args.quick, seed=args.seed)
+        demo_robot.write_loop(folder, stages, quick=args.quick, seed=args.seed)
     missing = [stage for stage in stages if not stage.done]
     pace = 1.0
     for number, stage in enumerate(stages, 1):
@@ -77,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
             return code
         pace = max(0.2, (time.monotonic() - began) / stage.seconds)
     print()
+    if args.robot:
+        print("\n".join(demo_robot.told(folder)))
+        return 0
     print_table(results)
     print(f"\nreport: {folder / 'report.html'}\nfilms:  {folder / 'evaluations'}/*/")
     return 0

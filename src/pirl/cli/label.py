@@ -10,12 +10,17 @@ Plays a LeRobot dataset's episodes in the browser. Keys label each one: success,
 moment of success and a quality from 0 to 5. Labels go to meta/pirl_labels.jsonl at once; training finds them there.
 Several people can label one dataset; `pirl inspect data` shows conflicts.
 
+--classify lets a success classifier on a checkpoint's features label the episodes that have no outcome. It learns from
+those that have one, here and in --learn, and says how good it is on episodes it has not seen. It labels only where its
+scores are right often enough (--precision), and leaves the others to people. Labels of people always come first.
+
 The page is served to this machine only. --write opens no page: it stores the labels as the column next.success, which
 LeRobot reads."""
 EXAMPLES = """\
 examples:
   pirl label recordings/fold_box
   pirl label recordings/fold_box --name ann --port 8000   on another machine: ssh -L 8000:localhost:8000 HOST
+  pirl label recordings/fold_box --classify checkpoints/acrlpd_aloha_fold/box1 --learn demos/fold_box
   pirl label recordings/fold_box --write                  store next.success in the dataset"""
 
 
@@ -25,14 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="NAME", help="who labels (default: your user name; the page can change it)")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port of the page (default: a free one)")
     parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
+    parser.add_argument("--classify", metavar="CHECKPOINT", help="label by what this checkpoint sees; opens no page")
+    parser.add_argument("--learn", nargs="+", default=[], metavar="DATASET", help="--classify: learn from these too")
+    parser.add_argument(
+        "--precision", type=float, default=0.95, metavar="P", help="--classify: wanted share of right labels (0.95)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="--classify: say what it would do, and write nothing")
     parser.add_argument("--write", action="store_true", help="store the labels as next.success, and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C, or write the column."""
+    """Serve the page until Ctrl-C, classify, or write the column."""
     from pirl.data import lerobot
 
     root = lerobot.resolve(args.data)
+    if args.classify:
+        return _classify(args)
     if args.write:
         from pirl.data.label_columns import write_success
 
@@ -41,6 +54,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _serve(args)
     print(f"labels are in {root / 'meta'}; see them with: pirl inspect data {args.data}")
+    return 0
+
+
+def _classify(args: argparse.Namespace) -> int:
+    from pirl.errors import ConfigError
+    from pirl.label.classify import classify
+
+    if not 0.5 <= args.precision <= 1:
+        raise ConfigError(f"--precision {args.precision}", hint="a share from 0.5 to 1, such as 0.95")
+    print(classify(args.data, args.classify, learn=args.learn, precision=args.precision, write=not args.dry_run))
     return 0
 
 

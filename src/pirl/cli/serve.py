@@ -61,6 +61,9 @@ def add_arguments(parser: Parser) -> None:
     add("--episode-gap", type=float, default=10.0, metavar="S", help="silence that ends an episode, in s (default 10)")
     add("--drain", type=float, default=10.0, metavar="S", help="time to answer requests at the end, in s (default 10)")
     add("--safety", type=Path, metavar="FILE", help="YAML file with limits on the actions that are sent")
+    add("--record", type=Path, metavar="DATASET", help="record every request with its chunk, for clients that cannot")
+    add("--record-fps", type=positive, metavar="N", help="--record: the robot's control steps per second")
+    add("--record-execute", type=positive, metavar="N", help="--record: steps executed of each chunk (as in training)")
     add("--latency", action="store_true", help="print the latency of every stage at the end")
     add("--shadow", metavar="DATASET", help="serve nothing: compare with this recorded dataset")
     add("--episodes", type=positive, metavar="N", help="--shadow: only the first N episodes")
@@ -174,6 +177,7 @@ def _serve(args: argparse.Namespace, planners: Any, settings: Any) -> int:
     sizes = ", ".join(map(str, settings.batch_sizes))
     print(f"loading {args.checkpoint}; compiling batches of {sizes}", flush=True)
     server = PolicyServer(planners, settings)
+    recorder = _recorder(args, server)
     if args.safety is not None:
         from pirl.serve.safety import load_safety
 
@@ -189,11 +193,32 @@ def _serve(args: argparse.Namespace, planners: Any, settings: Any) -> int:
         scheme = "ws" if settings.tls_cert is None else "wss"
         print(f"serving {server.policy} on {scheme}://{settings.host}:{server.port}", flush=True)
 
-    asyncio.run(server.run(ready))
+    try:
+        asyncio.run(server.run(ready))
+    finally:
+        if recorder is not None:
+            recorder.close()
+            told = ", ".join(f"{count} {word}" for word, count in sorted(recorder.episodes.items())) or "none"
+            print(f"recorded to {args.record}: episodes: {told}; outcomes: pirl label {args.record}")
     if args.latency:
         print(server.metrics.table())
     print(f"stopped after {server.metrics.counted('requests')} requests", flush=True)
     return 0
+
+
+def _recorder(args: argparse.Namespace, server: Any) -> Any:
+    """What records at the server, told to it; None where nothing is to be recorded."""
+    if args.record is None:
+        return None
+    from pirl.errors import ConfigError
+    from pirl.serve.recording import ExchangeRecorder
+
+    if args.record_fps is None:
+        raise ConfigError("--record without --record-fps", hint="your robot's control steps per second, such as 50")
+    execute, robot = args.record_execute or server.execute, server.robot.name
+    recorder = ExchangeRecorder(args.record, fps=args.record_fps, execute=execute, robot_type=robot)
+    server.on_exchange, server.on_close = recorder.exchange, recorder.closed
+    return recorder
 
 
 def _shadow(args: argparse.Namespace, planners: Any) -> int:

@@ -68,6 +68,8 @@ class EpisodeTable:
     """Who chose the row's action."""
     mc_return: Float32[Array, "N"]
     """Discounted return until the task terminates; NaN where the recording was cut."""
+    seen_at: Int[Array, "N"]
+    """The row itself, or the last one before it that has an observation of its own."""
     episode: Int[Array, "N"]
     """Which episode of the table the row belongs to."""
     starts: Int[Array, "E"]
@@ -121,11 +123,12 @@ def tabulate(
         imitated=np.concatenate([_imitated(episode, imitated) for episode in episodes]),
         acted_by=np.concatenate(actors),
         mc_return=_returns(rewards, terminated, last, discount),
+        seen_at=_seen_at(episodes, starts, rows),
         episode=np.repeat(np.arange(len(episodes)), lengths),
         starts=starts,
         lengths=lengths,
         intended=tuple(episode.intended for episode in episodes),
-        numbers=np.array([crc32(np.ascontiguousarray(episode.actions)) >> 1 for episode in episodes], np.int32),
+        numbers=np.array([crc32(episode.actions.tobytes()) >> 1 for episode in episodes], np.int32),
         tasks=tuple(episode.task for episode in episodes),
         discount=discount,
     )
@@ -148,11 +151,13 @@ def chunk_outcomes(
     rewards = table.rewards[_inside(table, rows, max(horizon, ahead))]
     next_terminal = to_terminated < ahead
     if boundary == "pad":
-        length = np.where(next_terminal, to_terminated + 1, np.minimum(ahead, remaining - 1))
+        there = rows + np.minimum(ahead, remaining - 1)
+        length = np.where(next_terminal, to_terminated + 1, np.maximum(table.seen_at[there] - rows, 0))
         learns = length > 0
     else:
         length = np.minimum(ahead, remaining)
-        learns = (remaining > ahead) | ((remaining == ahead) & next_terminal)
+        there = np.minimum(rows + length, table.end[rows] - 1)
+        learns = (remaining > ahead) & (table.seen_at[there] == there) | (remaining >= ahead) & next_terminal
     discounts = table.discount ** np.arange(ahead)
     counted = np.where(np.arange(ahead) < length[:, None], rewards[:, :ahead], np.float32(0))
     return ChunkBatch(
@@ -355,6 +360,13 @@ def _imitated(episode: Episode, rule: Imitated) -> Bool[Array, "T"]:
     return begins & (rule == "plans" or episode.success is not False)
 
 
+def _seen_at(episodes: Sequence[Episode], starts: Int[Array, "E"], rows: Int[Array, "N"]) -> Int[Array, "N"]:
+    """An episode's first row counts as seen: there is nothing before it."""
+    seen = np.concatenate([np.ones(len(one), bool) if one.observed is None else one.observed for one in episodes])
+    seen[starts] = True
+    return np.maximum.accumulate(np.where(seen, rows, 0))
+
+
 def _returns(
     rewards: Float[Array, "N"], terminated: Bool[Array, "N"], last: Bool[Array, "N"], discount: float
 ) -> Float32[Array, "N"]:
@@ -377,6 +389,7 @@ def _check_episode(number: int, episode: Episode, *, first: Episode) -> None:
         "truncated": (steps,),
         "state": (steps, *first.state.shape[1:]),
         "actions": (steps, *first.actions.shape[1:]),
+        **({} if episode.observed is None else {"observed": (steps,)}),
     }
     for name, shape in wanted.items():
         found = getattr(episode, name).shape

@@ -1,4 +1,4 @@
-"""From a `DataConfig` to what training needs: the source of episodes, the robot's transform, the loader of batches."""
+"""From a `DataConfig` to the parts training needs: episode source, robot transform, batch loader."""
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence

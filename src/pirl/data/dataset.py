@@ -51,6 +51,7 @@ class LeRobotSource(EpisodeSource):
         self._state = read_vectors(self.meta, self.columns, state_key)
         self._actions = read_vectors(self.meta, self.columns, action_key)
         self._interventions = read_interventions(self.meta, self.columns)
+        self.observed = read_observed(self.meta, self.columns)
         self._tasks = read_tasks(self.meta, self.columns)
         self.rule, self.outcomes = read_outcomes(self.meta, self.columns, outcome or OutcomeRule())
         vectors = [key for keys in (state_key, action_key) for key in ((keys,) if isinstance(keys, str) else keys)]
@@ -92,6 +93,7 @@ class LeRobotSource(EpisodeSource):
             success=outcome.success,
             intended=_intended(self.columns, rows, self._actions.shape[1]),
             intervention=None if self._interventions is None else self._interventions[rows],
+            observed=None if self.observed is None else self.observed[rows],
         )
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
@@ -342,6 +344,13 @@ def read_interventions(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> 
     if names.INTERVENTION not in meta.features:
         return None
     return _scalars(meta, columns, names.INTERVENTION, flags=True).astype(bool)
+
+
+def read_observed(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "N"] | None:
+    """pirl's column `observed`: which rows have an observation of their own. None where all have."""
+    if names.OBSERVED not in meta.features:
+        return None
+    return _scalars(meta, columns, names.OBSERVED, flags=True).astype(bool)
 
 
 def _scalars(meta: DatasetMeta, columns: Mapping[str, np.ndarray], key: str, *, flags: bool) -> Shaped[np.ndarray, "N"]:

@@ -15,18 +15,18 @@ from pirl.errors import DataError, PirlError, PirlWarning
 from pirl.records import Array
 
 FAINT = 0.1
-"""Below this share of a success at the start of an episode, the discount is said to be too small."""
+"""Below this share of a success at the start of an episode, warn that the discount is too small."""
 FAR = 10.0
-"""Above this many median episodes, a horizon 1 / (1 - γ) is said to be too long."""
+"""Above this many median episodes, a horizon 1 / (1 - γ) is reported as too long."""
 CLIPPED = 0.01
-"""Above this share of entries beyond the critic's clip, the clip is said to be too small."""
+"""Above this share of entries beyond the critic's clip, warn that the clip is too small."""
 _ROWS = 4096  # of a dataset to measure the clip on
 _KEPT = 0.999  # share of entries that a suggested clip keeps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What an algorithm takes for granted about its data."""
+    """An algorithm's assumptions about its data."""
 
     discount: float
     """γ per step."""
@@ -34,12 +34,15 @@ class Expected:
     """Smallest and largest reward of a step; None where nothing is clipped to what they allow."""
     once: bool
     """Whether at most one step of an episode pays anything."""
+    ahead: int | None = None
+    """Steps after which targets bootstrap; None: not checked."""
 
 
 def fit_problems(sources: Sequence[LeRobotSource], expected: Expected) -> Iterator[PirlError | PirlWarning]:
     """Rewards that the values cannot hold, and a discount that does not fit the length of the episodes."""
     for source in sources:
         yield from _reward_problems(source, expected)
+        yield from _observed_problems(source, expected)
     if sources:
         lengths = np.concatenate([source.lengths for source in sources])
         success = [outcome.success for source in sources for outcome in source.outcomes]
@@ -107,6 +110,20 @@ def _reward_problems(source: LeRobotSource, expected: Expected) -> Iterator[Data
                 hint="--agent.no-reward-once",
             )
             return
+
+
+def _observed_problems(source: LeRobotSource, expected: Expected) -> Iterator[DataError]:
+    """A dataset that a server recorded, whose next observation is beyond where targets bootstrap."""
+    if expected.ahead is None or (flags := source.observed) is None:
+        return
+    starts = np.cumsum(source.lengths) - source.lengths
+    gaps = np.diff(np.append(np.union1d(np.flatnonzero(flags), starts), len(flags)))
+    if (gap := int(gaps.max())) > expected.ahead:
+        yield DataError(
+            f"{source.meta.root}: up to {gap} steps between two observations, and targets bootstrap after "
+            f"{expected.ahead}: the critic would learn nothing from them",
+            hint=f"--data.critic-horizon {gap}",
+        )
 
 
 def _returns(outcome: EpisodeOutcome, discount: float) -> Float[Array, "T"]:

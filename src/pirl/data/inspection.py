@@ -1,4 +1,4 @@
-"""What there is to know about a dataset before training on it, for people."""
+"""A dataset's summary for people, before training on it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _CAPTION = 16  # pixels above each picture
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What there is to know about a dataset before training on it."""
+    """A dataset's summary."""
 
     root: Path
     """Its folder."""
@@ -49,7 +49,7 @@ class Inspection:
     outcomes: str
     """What the outcome rule found, or what is missing to have one."""
     labels: str
-    """Who labelled what with `pirl label`, and where they disagree; empty where nobody did."""
+    """Who labelled what with `pirl label`, and where they disagree; empty without labels."""
     interventions: str
     """How much of it people did in place of the policy, and what training makes of it; empty where nobody says."""
     success: tuple[bool | None, ...]

@@ -23,12 +23,12 @@ MAX_NAME = 80
 BEST_QUALITY = 5
 
 Choice = Literal["success", "failure", "unsure"]
-"""What a person says of an episode."""
+"""A judgement of an episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What one person said of one episode."""
+    """One person's label of one episode."""
 
     episode_index: int
     """The dataset's own number of the episode."""
@@ -42,30 +42,42 @@ class Label:
     """0 (useless) to 5 (perfect)."""
     at: str = ""
     """When, in UTC."""
+    score: float | None = None
+    """Of a classifier's label: its probability of success. None: a person said it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the labels of one episode amount to."""
+    """The combined labels of one episode. Labels of classifiers count only where no person gave one."""
 
     labels: tuple[Label, ...]
-    """The newest of each person."""
+    """The newest of each person (or classifier)."""
+
+    @property
+    def by_people(self) -> tuple[Label, ...]:
+        """Those that people gave."""
+        return tuple(label for label in self.labels if label.score is None)
+
+    @property
+    def counted(self) -> tuple[Label, ...]:
+        """Those that decide."""
+        return self.by_people or self.labels
 
     @property
     def conflict(self) -> bool:
         """One person says success, another failure."""
-        return {"success", "failure"} <= {label.outcome for label in self.labels}
+        return {"success", "failure"} <= {label.outcome for label in self.counted}
 
     @property
     def success(self) -> bool | None:
         """None where people disagree, or none of them is sure."""
-        said = {label.outcome for label in self.labels} - {"unsure"}
+        said = {label.outcome for label in self.counted} - {"unsure"}
         return None if len(said) != 1 else said == {"success"}
 
     @property
     def moment(self) -> int | None:
         """The first frame of success: the earliest that was named."""
-        return min((label.moment for label in self.labels if label.moment is not None), default=None)
+        return min((label.moment for label in self.counted if label.moment is not None), default=None)
 
     def __str__(self) -> str:
         return ", ".join(f"{label.by} {label.outcome}" for label in self.labels)
@@ -82,6 +94,7 @@ def parse(entry: Any, *, where: str, lengths: Mapping[int, int]) -> Label:
         raise refuse("not a label")
     index, by, outcome = entry["episode_index"], entry["by"], entry["outcome"]
     moment, quality, at = entry.get("moment"), entry.get("quality"), entry.get("at", "")
+    score = entry.get("score")
     if type(index) is not int or index not in lengths:
         raise refuse(f"episode {index!r} is not in the dataset, which has {len(lengths)} episodes")
     if not isinstance(by, str) or not by.strip() or len(by) > MAX_NAME or not by.isprintable():
@@ -94,7 +107,11 @@ def parse(entry: Any, *, where: str, lengths: Mapping[int, int]) -> Label:
         raise refuse(f"quality is {quality!r}, expected 0 to {BEST_QUALITY}")
     if not isinstance(at, str):
         raise refuse(f"at is {at!r}, expected a time")
-    return Label(episode_index=index, by=by.strip(), outcome=outcome, moment=moment, quality=quality, at=at)
+    if score is not None and (not isinstance(score, int | float) or isinstance(score, bool) or not 0 <= score <= 1):
+        raise refuse(f"score is {score!r}, expected a probability")
+    return Label(
+        episode_index=index, by=by.strip(), outcome=outcome, moment=moment, quality=quality, at=at, score=score
+    )
 
 
 def append(root: Path, label: Label) -> Label:

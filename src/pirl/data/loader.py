@@ -34,7 +34,7 @@ class ACRLPDDataLoader:
     `source` is the fixed (offline) data, `replay` what a run collects; at least one of them. Once `replay` holds
     something, `config.online_fraction` of each batch is drawn from it, after the share that is the actor's alone
     (`config.online_actor_share`). A batch prepared before an `append` is thrown
-    away and drawn again, so what is learned from never depends on how fast the threads are.
+    away and drawn again, so batches never depend on thread timing.
 
     With `sharding` batches are global device arrays; the processes' rows follow each other in `host_id`'s order.
     """

@@ -58,12 +58,13 @@ class Resident:
         before = np.where(episode > 0, self.mass[episode - 1], 0.0)
         share = (point - before) / (self.mass[episode] - before)
         lengths = self.table.lengths[episode]
-        return self.table.starts[episode] + np.minimum((share * lengths).astype(np.int64), lengths - 1)
+        rows = self.table.starts[episode] + np.minimum((share * lengths).astype(np.int64), lengths - 1)
+        return self.table.seen_at[rows]
 
     @cached_property
     def imitable(self) -> Int[Array, "n"]:
         """Rows that an actor may imitate."""
-        return np.flatnonzero(self.table.imitated)
+        return np.flatnonzero(self.table.imitated & (self.table.seen_at == np.arange(len(self.table))))
 
     def draw_imitable(self, rng: np.random.Generator, count: int) -> Int[Array, "B"]:
         """Start rows that an actor may imitate, each alike."""

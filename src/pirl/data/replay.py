@@ -235,7 +235,7 @@ def _columns(episode: Episode, frames: Frames) -> dict[str, Array]:
         "terminated": episode.terminated,
         "truncated": episode.truncated,
     }
-    optional = {"intended": episode.intended, "intervention": episode.intervention}
+    optional = {"intended": episode.intended, "intervention": episode.intervention, "observed": episode.observed}
     optional |= {f"frames.{camera}": pixels for camera, pixels in frames.items()}
     return columns | {name: column for name, column in optional.items() if column is not None}
 
@@ -259,6 +259,7 @@ def _read(path: Path, cameras: tuple[str, ...]) -> tuple[Episode, Frames]:
             success=None if outcome < 0 else bool(outcome),
             intended=arrays.get("intended"),
             intervention=arrays.get("intervention"),
+            observed=arrays.get("observed"),
             **{name: arrays[name] for name in ("state", "actions", "rewards", "terminated", "truncated")},
         )
     except FileNotFoundError as error:

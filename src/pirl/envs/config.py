@@ -11,6 +11,10 @@ colours, zones that move. `stitch`: two blocks that their places name; every dem
 the zone, so that none shows how to do both."""
 
 
+LiberoSuite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
+"""LIBERO's task suites."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TabletopConfig(Checked):
     """The embedded tabletop (`envs.tabletop`): NumPy only, thousands of steps per second with images."""
@@ -68,7 +72,7 @@ class OGBenchConfig(Checked):
 class LiberoConfig(Checked):
     """LIBERO, with OpenPI's conventions (extra `libero`, and LIBERO's assets)."""
 
-    suite: Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"] = "libero_goal"
+    suite: LiberoSuite = "libero_goal"
     """The task suite."""
     task_ids: tuple[int, ...] | None = None
     """Use only these tasks of the suite. None: all."""
@@ -87,6 +91,36 @@ class LiberoConfig(Checked):
     """Simulator seed, which places fixtures; the index of the initial state is added to it. OpenPI uses 7."""
     keep_tasks: Count = 2
     """Simulators to keep, one per task. Each costs about 200 MB; building one takes a second or two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaWorldConfig(Checked):
+    """Meta-World: a Sawyer arm at a table, fifty tasks named by instructions (extra `metaworld`)."""
+
+    suite: Literal["MT10", "MT50"] = "MT10"
+    """The task suite."""
+    tasks: tuple[str, ...] | None = None
+    """Use only these tasks, by Meta-World's names, such as reach-v3; any of the fifty. None: all of the suite."""
+    wrist_camera: bool = False
+    """Also render the camera at the gripper."""
+    near_camera: bool = True
+    """Move the camera `corner2` closer to the table, as published visual results and LeRobot do. Otherwise it stays
+    where Meta-World puts it, from where a puck is a few pixels wide."""
+    render_size: Count = 112
+    """Height and width of the images."""
+    fast_render: bool = True
+    """No shadows, reflections or multisampling: ten times faster, but not what published policies were trained on."""
+    full_state: bool = False
+    """The state is Meta-World's observation of 39 numbers, with objects and goal; there are no pictures then."""
+    dense_reward: bool = False
+    """Reward each step with Meta-World's shaped reward, scaled to 0 to 1, instead of success alone."""
+    end_at_success: bool = True
+    """Success ends the episode, as in Meta-World's own evaluation. Otherwise it lasts `max_steps`, and a success
+    counts once it was reached."""
+    max_steps: Count = 200
+    """Episode length in steps; Meta-World allows 500."""
+    spare_simulators: Count = 16
+    """Simulators, of all tasks, that a process keeps for later episodes. Each costs 10 to 20 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,4 +148,4 @@ class GymConfig(Checked):
     """Control steps per second, for videos."""
 
 
-EnvConfig = TabletopConfig | AlohaConfig | OGBenchConfig | LiberoConfig | GymConfig
+EnvConfig = TabletopConfig | AlohaConfig | OGBenchConfig | LiberoConfig | MetaWorldConfig | GymConfig

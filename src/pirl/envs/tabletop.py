@@ -75,7 +75,7 @@ LEVELS: Mapping[TabletopLevel, Level] = {
         colours=("red", "red"),
         zones=_SIDES,
         places={"near": ((0.32, 0.2), (0.68, 0.3)), "far": ((0.32, 0.5), (0.68, 0.6))},
-        max_steps=12,
+        max_steps=16,
     ),
 }
 _GRIPPER_AREA: Area = ((0.3, 0.05), (0.7, 0.75))
@@ -143,7 +143,7 @@ def draw(level: Level, context: Context) -> dict[str, Any]:
         block = int(rng.integers(level.blocks))
         colours = [*others[:block], name, *others[block : level.blocks - 1]]
     else:
-        block, colours = level.names.index(name), level.colours
+        block, colours = level.names.index(name), list(level.colours)
     return dict(
         gripper=gripper,
         closed=False,
@@ -252,7 +252,7 @@ class Tabletop:
         """What is added to this step's moves: by the episode's start and the step, so that snapshots stay exact."""
         keys = zip(self.state.luck[rows].tolist(), self.state.steps[rows].tolist(), strict=True)
         drawn = np.array([np.random.default_rng(key).standard_normal(2) for key in keys]).reshape(-1, 2)
-        return np.float32(self.config.slip * drawn)
+        return (self.config.slip * drawn).astype(np.float32)
 
     def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
         """What each of the slots shows."""

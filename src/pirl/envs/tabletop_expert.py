@@ -24,12 +24,14 @@ from pirl.envs.tabletop import SPEED, STATE, Tabletop
 from pirl.errors import ConfigError, EnvError
 from pirl.records import Array, Context, Episode, Rollout
 
-OPERATOR_STEPS = 30
+OPERATOR_STEPS = 36
 """Steps the operator has; a policy has fewer (`Level.max_steps`)."""
 ARRIVED = 0.03
 """The operator is where it wants to be when it is nearer than this."""
 ASIDE = 0.06
 """How far from the lower edge a wrong block is carried before it is put back."""
+PAUSE = 4
+"""Steps that it is held there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,10 @@ DEMONSTRATION: Mapping[TabletopLevel, Dials] = {
 """The imperfect demonstrations of each level."""
 
 _CLOSE, _OPEN = 1.0, -1.0
-_LEGS = 5
+_LEGS = PAUSE + 4
 
 
-class Plan(NamedTuple):
+class Route(NamedTuple):
     """What the operator means to do on one table."""
 
     route: Float[Array, "legs 3"]
@@ -80,7 +82,7 @@ class Plan(NamedTuple):
     """What is added to each move."""
 
 
-def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Plan:
+def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Route:
     """The operator's plan for an episode that has just begun. The same numbers are drawn whatever the dials are."""
     state = table.state
     blocks, zones = state.blocks[slot].astype(float), state.zones[slot].astype(float)
@@ -95,19 +97,19 @@ def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) 
     first, block = blocks[other_block], blocks[other_block if wrong_block and not dials.put_back else right_block]
     zone = zones[other_zone if wrong else right_zone]
 
-    back = [(*first, _CLOSE), (first[0], ASIDE, _CLOSE), (*first, _OPEN)]
+    back = [(*first, _CLOSE), *[(first[0], ASIDE, _CLOSE)] * PAUSE, (*first, _OPEN)]
     route = back if wrong_block and dials.put_back else []
     route.append((*block, _CLOSE))
     if detour:
         route.append((*zones[other_zone], _CLOSE))
     route.append((*(block + share * (zone - block) if early else zone), _OPEN))
-    return Plan(np.array(route), noise)
+    return Route(np.array(route), noise)
 
 
 class Operator:
     """Acts out plans, one on each table of a batch."""
 
-    def __init__(self, table: Tabletop, plans: Sequence[Plan]) -> None:
+    def __init__(self, table: Tabletop, plans: Sequence[Route]) -> None:
         self._table = table
         self._lengths = np.array([len(one.route) for one in plans])
         self._routes = np.stack([np.pad(one.route, ((0, _LEGS - len(one.route)), (0, 0))) for one in plans])

@@ -32,6 +32,10 @@ class LoopConfig:
     """Generations to run; a finished loop goes on when this is raised."""
     episodes: int = 50
     """Episodes to collect per generation."""
+    classifier: float | None = None
+    """Let a success classifier on the robot's policy's features label collected episodes without an outcome, where so
+    large a share of its labels is right on episodes it has not seen (such as 0.95). It learns from the demonstrations
+    and all earlier episodes; people label 20 of the policy's first, what it leaves, and every comparison. None: all."""
     train: tuple[str, ...] = ()
     """Further words for `pirl train`, such as [--max-steps, "800"]."""
     serve: tuple[str, ...] = ()
@@ -68,6 +72,8 @@ class LoopConfig:
             refuse(
                 f"blocks of {self.block} episodes, looked at every {self.look_every}", "an even block, and whole ones"
             )
+        if self.classifier is not None and not 0.5 <= self.classifier <= 1:
+            refuse(f"classifier is {self.classifier}", "the wanted share of right labels, 0.5 to 1")
         if not 0 < self.alpha < 1 or self.held_out < 0 or not self.held_out_drop >= 0 or self.seed < 0:
             refuse("alpha, held_out, held_out_drop or seed is out of range", "0 < alpha < 1, the others 0 or more")
         if self.robot is not None:

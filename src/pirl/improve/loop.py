@@ -106,6 +106,7 @@ def _collect(config: LoopConfig, now: State, folder: Path, doing: Say) -> dict[s
         ) as address:
             numbers = range(first + have, first + config.episodes)
             _operate(config, dataset, list(numbers), address, folder, purpose="collect", say=doing)
+    _classify(config, now, folder, dataset, doing)
     successes = read_outcomes(dataset)
     flags = [LeRobotSource(dataset, cameras={}).episode(index).intervention for index in range(len(successes))]
     corrected = [flag is not None and bool(flag.any()) for flag in flags]
@@ -143,6 +144,17 @@ def _operate(
             f"{dataset}: {found} episodes after the robot's command, expected {wanted}",
             hint=f"does it record to {{dataset}}? Its output is in {folder / 'robot.log'}",
         )
+
+
+def _classify(config: LoopConfig, now: State, folder: Path, dataset: Path, doing: Say) -> None:
+    """Labels of the classifier, for what has no outcome yet."""
+    if config.classifier is None or None not in inspect_dataset(dataset).success:
+        return
+    learn = [*config.demonstrations, *map(str, recordings(config.path, now.number - 1))]
+    more = ["--learn", *learn] if learn else []
+    doing("classify the episodes without an outcome")
+    words = ("--classify", now.policy, "--precision", str(config.classifier), *more)
+    processes.run(processes.pirl("label", str(dataset), *words), folder / "label.log")
 
 
 def read_outcomes(dataset: Path) -> list[bool]:

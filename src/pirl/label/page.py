@@ -192,7 +192,8 @@ function draw() {
       (own.outcome === word || (word === "moment" && own.moment !== null)));
   });
   $("said").textContent = (labels[episode().index] || []).map(one => `${one.by}: ${one.outcome}` +
-    (one.moment === null ? "" : ` at frame ${one.moment}`) + (one.quality === null ? "" : `, quality ${one.quality}`)
+    (one.moment === null ? "" : ` at frame ${one.moment}`) + (one.quality === null ? "" : `, quality ${one.quality}`) +
+    (one.score == null ? "" : ` (score ${one.score})`)
   ).join(" · ") + (waiting.length ? ` (${waiting.length} not stored yet)` : "");
 }
 function tell(text) { $("problem").textContent = text }

@@ -126,7 +126,7 @@ def prepared(
     last = _in_type(final_norm.get("Dense_0", {}), dtype)
 
     @jax.named_scope("candidates")
-    def run(x: Float[Array, "B N T W"], cond: Float[Array, "B N W"] | None) -> Float[Array, "B N T W"]:
+    def run(x: Float[Array, "B N T W"], cond: Float[Array, "B N *T W"] | None) -> Float[Array, "B N T W"]:
         x, length = x.astype(dtype), x.shape[2]
         turn = suffix_rotation(config, mask, length, before)
         how = attention.kernel(config, config.expert.head_dim)
@@ -151,7 +151,7 @@ def _block(
     x: Float[Array, "B N T W"],
     turn: Rotation,
     attend: Callable[[Array, Array, Array], Array],
-    cond: Float[Array, "B N W"] | None,
+    cond: Float[Array, "B N *T W"] | None,
     *,
     whole: bool = False,
 ) -> tuple[Array, Array, Array]:
@@ -178,7 +178,7 @@ def _norm(params: Params, x: Float[Array, "B N T W"], modulation: Array | None) 
     return rms_norm(params, x, None) if modulation is None else modulated(x, modulation)
 
 
-def _modulation(dense: Params, cond: Float[Array, "B N W"]) -> Float[Array, "B N O"]:
+def _modulation(dense: Params, cond: Float[Array, "B N *T W"]) -> Float[Array, "B N *T O"]:
     """What a condition does to norms; side by side where it is that of several."""
     return _product(cond.astype(dense["kernel"].dtype), dense["kernel"]) + dense["bias"]
 

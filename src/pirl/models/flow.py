@@ -28,12 +28,26 @@ class Draws(NamedTuple):
 
     noise: Float[Array, "B N H A"]
     time: Float[Array, "B N"]
+    counts: Float[Array, "B N H"] | None = None
+    """What the loss of each step counts for, 1 on average; steps that count nothing are given without noise."""
+
+    @property
+    def times(self) -> Float[Array, "B N *H"]:
+        """The time of each point of the flow; where steps are given, of each of its steps."""
+        return self.time if self.counts is None else jnp.where(self.counts > 0, self.time[..., None], 0.0)
 
 
 def draw(
-    noise_key: Array, time_key: Array, actions: Float[Array, "B H A"], num: int = 1, times: FlowTimes = "beta"
+    noise_key: Array,
+    time_key: Array,
+    actions: Float[Array, "B H A"],
+    num: int = 1,
+    times: FlowTimes = "beta",
+    delay: int = 0,
 ) -> Draws:
     """Noise and time for `num` points of the flow per chunk; times by default are denser near the noise end.
+
+    `delay` is for real-time chunking (arXiv 2512.05964): the first d steps of a chunk are given, d = 0, ..., `delay`.
 
     Beta(α, 1) is U^(1/α). jax.random.beta draws it by rejection, in loops for which a GPU has to ask its host.
     """
@@ -41,7 +55,11 @@ def draw(
     time = jax.random.uniform(time_key, (batch, num))
     if times == "beta":
         time = time ** (1 / 1.5) * 0.999 + 0.001
-    return Draws(jax.random.normal(noise_key, (batch, num, horizon, dim)), time)
+    noise = jax.random.normal(noise_key, (batch, num, horizon, dim))
+    if not delay:
+        return Draws(noise, time)
+    given = jax.random.randint(jax.random.fold_in(time_key, 1), (batch, num, 1), 0, delay + 1)
+    return Draws(noise, time, (jnp.arange(horizon) >= given) / (1 - delay / 2 / horizon))
 
 
 def noise(keys: Key[Array, "B"], num: int, horizon: int, dim: int) -> Float[Array, "B N H A"]:
@@ -53,7 +71,7 @@ def interpolate(
     actions: Float[Array, "B H A"], draws: Draws
 ) -> tuple[Float[Array, "B N H A"], Float[Array, "B N H A"]]:
     """The points x_t on the straight paths from noise to data, and their velocities u."""
-    t = draws.time[..., None, None]
+    t = draws.times[..., None] if draws.counts is not None else draws.time[..., None, None]
     actions = actions[:, None]
     return t * draws.noise + (1 - t) * actions, draws.noise - actions
 
@@ -63,8 +81,9 @@ def squared_error(
 ) -> Float[Array, "B N H A"]:
     """(v - u)² for every draw, step and dimension: the flow-matching loss before any averaging."""
     x_t, u = interpolate(actions, draws)
-    v = policy.velocity(params, context, x_t, draws.time)
-    return jnp.square(v.astype(jnp.float32) - u)
+    v = policy.velocity(params, context, x_t, draws.times)
+    error = jnp.square(v.astype(jnp.float32) - u)
+    return error if draws.counts is None else error * draws.counts[..., None]
 
 
 def chunk_loss(
@@ -132,6 +151,23 @@ def guided(conditional: Velocity, unconditional: Velocity, scale: float | Float[
         return base + scale * (conditional(x, t) - base)
 
     return velocity
+
+
+def prefixed(velocity: Velocity, before: Float[Array, "B H A"], given: Int[Array, "B"]) -> Velocity:
+    """The field of chunks whose first `given` steps are those of `before`: training-time real-time chunking.
+
+    For policies whose loss had such draws. The given steps go straight from their noise to `before`; the policy sees
+    them without noise.
+    """
+    target = before[:, None]
+
+    def steered(x: Array, t: Array) -> Array:
+        clean = jnp.broadcast_to(jnp.arange(x.shape[2]) < given[:, None, None], x.shape[:3])
+        seen = jnp.where(clean[..., None], target, x)
+        v = velocity(seen, jnp.where(clean, 0.0, t[..., None])).astype(x.dtype)
+        return jnp.where(clean[..., None], (x - target) / t[..., None, None], v)
+
+    return steered
 
 
 def prefix_weights(frozen: Int[Array, "B"], overlap: Int[Array, "B"], horizon: int) -> Float[Array, "B H"]:

@@ -161,7 +161,7 @@ def run_suffix(
     values: Float[Array, "layers B P K h"],
     prefix_mask: Bool[Array, "B P"],
     suffix_mask: Bool[Array, "S S"],
-    cond: Float[Array, "B N W"] | None,
+    cond: Float[Array, "B N *S W"] | None,
 ) -> Suffix:
     """Run the expert over N suffixes per observation, all against the one prefix."""
     c = config.expert

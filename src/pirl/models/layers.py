@@ -15,8 +15,11 @@ from pirl.parallel.placement import by_sample
 
 def rms_norm(
     params: Params, x: Float[Array, "... T W"], cond: Float[Array, "... W"] | None
-) -> tuple[Float[Array, "... T W"], Float[Array, "... 1 W"] | None]:
-    """RMS norm with statistics in float32. With a condition: adaptive scale and shift, and a gate for the residual."""
+) -> tuple[Float[Array, "... T W"], Float[Array, "... W"] | None]:
+    """RMS norm with statistics in float32. With a condition: adaptive scale and shift, and a gate for the residual.
+
+    The condition is of the whole sequence, or of each of its tokens.
+    """
     if cond is None:
         # A frozen scale is stored in bfloat16: 1 + scale must not be rounded to it.
         return (_normed(x) * (1 + params["scale"].astype(jnp.float32))).astype(x.dtype), None
@@ -26,9 +29,10 @@ def rms_norm(
 
 def modulated(
     x: Float[Array, "... T W"], modulation: Float[Array, "... W3"]
-) -> tuple[Float[Array, "... T W"], Float[Array, "... 1 W"]]:
+) -> tuple[Float[Array, "... T W"], Float[Array, "... W"]]:
     """The adaptive norm, of what its condition has become: scale, shift and gate side by side."""
-    scale, shift, gate = jnp.split(modulation[..., None, :], 3, axis=-1)
+    each = modulation if modulation.ndim == x.ndim else modulation[..., None, :]
+    scale, shift, gate = jnp.split(each, 3, axis=-1)
     return (_normed(x) * (1 + scale.astype(jnp.float32)) + shift).astype(x.dtype), gate
 
 

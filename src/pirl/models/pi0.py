@@ -98,9 +98,9 @@ class Pi0:
         )
 
     def velocity(
-        self, params: Params, context: Encoded, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+        self, params: Params, context: Encoded, x_t: Float[Array, "B N H A"], t: Float[Array, "B N *H"]
     ) -> Float[Array, "B N H A"]:
-        """dx/dt at N noisy chunks per observation."""
+        """dx/dt at N noisy chunks per observation; `t` is of each chunk, or of each of its steps."""
         suffix = run_expert(params, self.config, context, x_t, t)
         return _linear(params["action_out_proj"], suffix.out[:, :, -x_t.shape[2] :])
 
@@ -121,7 +121,7 @@ class Pi0:
         run = expert.prepared(layers, llm["final_norm_1"], config, *prefix, first)
         heads = params if config.pi05 else fold_heads(params)
 
-        def velocity(x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]) -> Float[Array, "B N H A"]:
+        def velocity(x_t: Float[Array, "B N H A"], t: Float[Array, "B N *H"]) -> Float[Array, "B N H A"]:
             actions, cond = embed_actions(heads, config, x_t, t)
             return _linear(params["action_out_proj"], run(actions, cond))
 
@@ -193,8 +193,12 @@ def embed_prefix(
 
 
 def embed_suffix(
-    params: Params, config: Pi0Config, state: Float[Array, "B S"], x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
-) -> tuple[Float[Array, "B N T W"], Bool[Array, "T T"], Float[Array, "B N W"] | None]:
+    params: Params,
+    config: Pi0Config,
+    state: Float[Array, "B S"],
+    x_t: Float[Array, "B N H A"],
+    t: Float[Array, "B N *H"],
+) -> tuple[Float[Array, "B N T W"], Bool[Array, "T T"], Float[Array, "B N *H W"] | None]:
     """Suffix tokens, which of them may attend to which, and the condition of the adaptive norms (π₀.₅ only)."""
     actions, cond = embed_actions(params, config, x_t, t)
     horizon = x_t.shape[2]
@@ -208,19 +212,20 @@ def embed_suffix(
 
 
 def embed_actions(
-    params: Params, config: Pi0Config, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
-) -> tuple[Float[Array, "B N H W"], Float[Array, "B N W"] | None]:
+    params: Params, config: Pi0Config, x_t: Float[Array, "B N H A"], t: Float[Array, "B N *H"]
+) -> tuple[Float[Array, "B N H W"], Float[Array, "B N *H W"] | None]:
     """Tokens of the noisy actions, and the condition of the adaptive norms (π₀.₅ only)."""
     time = embed_time(t, config.expert.width)
     if config.pi05:
         cond = jax.nn.silu(_linear(params["time_mlp_in"], time))
         return _linear(params["action_in_proj"], x_t), jax.nn.silu(_linear(params["time_mlp_out"], cond))
-    # OpenPI multiplies [actions, time] by one matrix. Its half for the time is the same for all steps of a chunk.
+    # OpenPI multiplies [actions, time] by one matrix. Its half for a chunk's time is the same for all its steps.
     first, width = params["action_time_mlp_in"], config.expert.width
     hidden = _linear(params["action_in_proj"], x_t)
     if len(first["kernel"]) > width:
         hidden = by_sample(hidden @ first["kernel"][:-width])
-    hidden += (time @ first["kernel"][-width:] + first["bias"])[:, :, None]
+    of_time = time @ first["kernel"][-width:] + first["bias"]
+    hidden += of_time[:, :, None] if t.ndim == 2 else of_time
     return _linear(params["action_time_mlp_out"], jax.nn.silu(hidden)), None
 
 
@@ -240,7 +245,7 @@ def fold_heads(params: Params) -> Params:
 
 
 def run_expert(
-    params: Params, config: Pi0Config, context: Encoded, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
+    params: Params, config: Pi0Config, context: Encoded, x_t: Float[Array, "B N H A"], t: Float[Array, "B N *H"]
 ) -> gemma.Suffix:
     """The action expert's hidden states for N noisy chunks per observation."""
     x, mask, cond = embed_suffix(params, config, context.state, x_t, t)
@@ -256,7 +261,7 @@ def run_expert(
     )
 
 
-def embed_time(t: Float[Array, "B N"], width: int) -> Float[Array, "B N W"]:
+def embed_time(t: Float[Array, "B N *H"], width: int) -> Float[Array, "B N *H W"]:
     """Sines and cosines of the flow time, in float32: the shortest period makes one ulp of t visible."""
     fraction = jnp.linspace(0.0, 1.0, width // 2)
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction

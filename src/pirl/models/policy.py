@@ -37,7 +37,10 @@ class FlowPolicy(Protocol):
     def velocity(
         self, params: Params, context: Any, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
     ) -> Float[Array, "B N H A"]:
-        """dx/dt at N noisy chunks per observation; t = 1 is noise, t = 0 is data."""
+        """dx/dt at N noisy chunks per observation; t = 1 is noise, t = 0 is data.
+
+        π₀ also takes a time for each step of a chunk, [B, N, H].
+        """
 
 
 @runtime_checkable

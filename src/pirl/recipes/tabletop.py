@@ -140,7 +140,14 @@ _RECAP = replace(
 _FLOW_PPO = replace(
     _RIPT,
     name="flow_ppo_tabletop",
-    agent=FlowPPOConfig(group_size=8, groups_per_iteration=48, epochs=4, discount=0.98, bootstrap_timeouts=False),
+    agent=FlowPPOConfig(
+        noise_level=0.7,
+        group_size=8,
+        groups_per_iteration=48,
+        epochs=4,
+        discount=0.98,
+        bootstrap_timeouts=False,
+    ),
     policy_schedule=CosineSchedule(warmup_steps=16, peak_lr=2e-4, decay_steps=640, decay_lr=4e-5),
     critic_schedule=ConstantSchedule(lr=1e-3),
     evaluation=EvalConfig(interval=10, episodes=400),
@@ -153,6 +160,8 @@ _CRITIC_NFT = replace(
     name="critic_nft_tabletop",
     agent=CriticNFTConfig(
         discount=0.9,
+        nft_beta=0.5,
+        old_rate=0.02,
         num_action_samples=4,
         flow_steps=4,
         flow_draws=2,

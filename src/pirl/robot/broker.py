@@ -112,7 +112,7 @@ class ChunkBroker:
     def _ask(self, obs: Mapping[str, Any]) -> None:
         """Ask in the background. The observation is copied: robots reuse their buffers."""
         assert self._thread is not None
-        request = _copied(self._request(obs, delay=self.delay))
+        request = _copied(self._request(obs, delay=max(self.delay, 1)))  # this step is the old chunk's in any case
         self._asked = (self._thread.submit(self._policy.infer, request), self._step)
 
     def _take(self) -> None:

@@ -4,7 +4,8 @@
 
 It stands for a robot's own control loop: observe, ask for actions, execute, record every step. `--supervise SHARE` lets
 a scripted supervisor watch that share of the episodes. It takes over when the block moves away from its zone, as a
-person with a leader arm would, and the recording marks its steps. `--outcomes random` is a control: a coin decides.
+person with a leader arm would, and the recording marks its steps. `--outcomes random` is a control: a coin decides;
+`none` records none.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from pirl.robot.takeover import Takeover
 _ENVS: dict[str, EnvConfig] = {"tabletop": TabletopConfig(), "aloha": AlohaConfig()}
 _CLOSE, _OPEN = 1.0, -1.0
 _ARRIVED = 0.03
+OUTCOMES = ("true", "random", "none")
 PATIENCE = 2
 """Steps in which a carried block moves away from its zone before the supervisor takes over."""
 
@@ -115,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--execute", type=int, help="steps of a chunk before the next (default: what the server says)")
     parser.add_argument("--prefetch", action="store_true", help="ask for the next chunk early")
     parser.add_argument("--supervise", type=float, default=0.0, help="share of episodes with a supervisor")
-    parser.add_argument("--outcomes", choices=("true", "random"), default="true", help="what is recorded as success")
+    parser.add_argument("--purpose", choices=("collect", "compare"), default="collect", help="compare: no supervisor")
+    parser.add_argument("--outcomes", choices=OUTCOMES, default="true", help="what is recorded as success")
     parser.add_argument("--hz", type=float, default=0.0, help="control steps per second (0: as fast as it goes)")
     parser.add_argument("--seed", type=int, default=0, help="seed of supervision and of random outcomes")
     args = parser.parse_args(argv)
@@ -140,16 +143,17 @@ def _run(args: argparse.Namespace) -> int:
         policy = Takeover(broker, (lambda _: None) if supervisor is None else supervisor)
         recorder = None
         if args.record is not None:
-            recorder = Recorder(args.record, fps=env.fps, robot_type=env.robot, horizon=horizon)
+            told_by = {"outcomes": args.outcomes != "none"}
+            recorder = Recorder(args.record, fps=env.fps, robot_type=env.robot, horizon=horizon, **told_by)
         try:
             for context, number in zip(contexts(env, numbers), numbers, strict=True):
                 rng = np.random.default_rng((args.seed, number, 0 if recorder is None else 1))
                 if supervisor is not None:
-                    supervisor.begin(watching=bool(rng.random() < args.supervise))
+                    supervisor.begin(watching=bool(rng.random() < args.supervise) and args.purpose == "collect")
                 outcome = run_episode(env, policy, context, recorder, hz=args.hz)
                 solved += outcome.success
                 if recorder is not None:
-                    said = bool(rng.random() < 0.5) if args.outcomes == "random" else outcome.success
+                    said = {"random": bool(rng.random() < 0.5), "none": None}.get(args.outcomes, outcome.success)
                     recorder.end(said, truncated=outcome.truncated)
         finally:
             if recorder is not None:

@@ -113,7 +113,7 @@ class DatasetWriter:
 
     def _open(self, columns: dict[str, Any]) -> LeRobotWriter:
         flag = {"dtype": "bool", "shape": [1], "names": None}
-        features = {key: _feature(value) for key, value in columns.items()}
+        features = {key: feature_of(value) for key, value in columns.items()}
         if self._opening["outcomes"]:
             features |= dict.fromkeys((NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED), flag)
         features[NOTE] = {"dtype": "string", "shape": [1], "names": None}
@@ -133,7 +133,7 @@ class DatasetWriter:
                 time.sleep(0.1)
 
 
-def _feature(value: Any) -> dict[str, Any]:
+def feature_of(value: Any) -> dict[str, Any]:
     """LeRobot's description of a column, from its first value."""
     if isinstance(value, str):
         return {"dtype": "string", "shape": [1], "names": None}

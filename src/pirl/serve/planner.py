@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -176,8 +177,17 @@ class Planner:
         frozen: Any,
         overlap: Any,
     ) -> Choice:
-        """The same, agreeing with the chunk before. Its gradients need attention without a fused kernel."""
-        model = self.config.model
+        """The same, agreeing with the chunk before: as a policy trained with given steps does, or guided.
+
+        Guidance needs gradients, and they attention without a fused kernel.
+        """
+        model, delay = self.config.model, self.config.agent.real_time_delay
+        if delay:
+
+            def given(velocity: flow.Velocity) -> flow.Velocity:
+                return flow.prefixed(velocity, before, jnp.minimum(frozen, delay))
+
+            return self._choose(build_agent(self.config), state, inputs, row_keys(key, numbers), given)
         if isinstance(model, Pi0Config):
             model = replace(model, attention="plain")
         weights = flow.prefix_weights(frozen, overlap, self.config.horizon)

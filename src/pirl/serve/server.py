@@ -56,11 +56,15 @@ class PolicyServer:
         *,
         safety: SafetyNet | None = None,
         on_exchange: Callable[[Exchange], None] | None = None,
+        on_close: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_exchange` is called after every reply, in a thread; the connection waits for it, the others do not."""
+        """`on_exchange` is called after every reply, in a thread; the connection waits for it, the others do not.
+
+        `on_close` is called with a connection's number when it is over.
+        """
         self.config, self.metrics = config, Metrics()
         self.port, self.safety = config.port, safety
-        self._load, self._on_exchange = load, on_exchange
+        self._load, self.on_exchange, self.on_close = load, on_exchange, on_close
         self._planner = load(None)
         self._numbers = count()
         self._sessions: dict[Session, ServerConnection] = {}
@@ -79,6 +83,11 @@ class PolicyServer:
     def robot(self) -> Robot:
         """Whose observations are read."""
         return self._planner.robot
+
+    @property
+    def execute(self) -> int:
+        """Steps of a chunk that robots execute, as in training."""
+        return self._planner.config.execute
 
     # Life
 
@@ -217,6 +226,8 @@ class PolicyServer:
             pass
         finally:
             self._sessions.pop(session, None)
+            if self.on_close is not None:
+                self.on_close(session.number)
 
     async def _serve_session(self, session: Session, connection: ServerConnection) -> None:
         previous: float | None = None
@@ -312,7 +323,7 @@ class PolicyServer:
 
     async def _tell(self, session: Session, plan: PlannedChunk) -> None:
         """Call the recording hook. What goes wrong there does not reach the robot."""
-        if self._on_exchange is None:
+        if self.on_exchange is None:
             return
         exchange = Exchange(
             session=session.number,
@@ -322,9 +333,11 @@ class PolicyServer:
             chunk=plan.chunk,
             policy=session.planner.name,
             value=plan.value,
+            told=session.told,
+            early=session.early,
         )
         try:
-            await asyncio.to_thread(self._on_exchange, exchange)
+            await asyncio.to_thread(self.on_exchange, exchange)
             self.metrics.count("records", "result", "done")
         except Exception:
             self.metrics.count("records", "result", "failed")
@@ -338,7 +351,7 @@ class PolicyServer:
             "pirl/version": pirl.__version__,
             "pirl/robot": planner.robot.name,
             "pirl/horizon": planner.config.horizon,
-            "pirl/execute": planner.config.execute,
+            "pirl/execute": self.execute,
             "pirl/real_time": self.config.real_time,
         }
 

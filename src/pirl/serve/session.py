@@ -33,6 +33,10 @@ class Exchange:
     """Which policy planned them."""
     value: float | None
     """The critic's value of the chunk."""
+    told: bool
+    """Whether the client said its control step."""
+    early: bool
+    """Whether it asked before it had executed its chunk."""
 
 
 class Session:
@@ -44,6 +48,7 @@ class Session:
         self.chunk: Float[np.ndarray, "H A"] | None = None
         self.observation: Mapping[str, Any] = {}
         self.step = 0
+        self.told = self.early = False
         self._name: int | str | None = None
         self._count = self._requests = 0
         self._last: float | None = None
@@ -74,7 +79,9 @@ class Session:
             self.planner, self.chunk, self.step = current, None, 0
         elif self._last is not None:
             self.step += 1
-        if STEP in message:
+        self.told = STEP in message
+        self.early = DELAY in message and _whole(message, DELAY) > 0
+        if self.told:
             self.step = _whole(message, STEP)
         self._name, self._last = name, now
         self._requests += 1

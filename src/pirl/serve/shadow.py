@@ -4,7 +4,7 @@ Nothing is sent to a robot. Close to the data is not the same as good, but a pol
 be (another robot, wrong statistics, swapped cameras) shows here and not on the robot.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from pirl.data import lerobot, rows, video
-from pirl.data.create import find_columns
-from pirl.data.dataset import read_tasks, read_vectors
+from pirl.data.recorded import Recorded
 from pirl.errors import DataError, PirlError
 from pirl.serve.planner import Planner
 
@@ -49,13 +47,15 @@ def shadow(
     on_episode: Callable[[int], None] = lambda done: None,
 ) -> Shadow:
     """Compare a chunk at every `stride`-th step of the first `episodes` of a LeRobot dataset."""
-    recorded = _Recorded(planner, dataset)
+    recorded = Recorded(planner.robot, dataset, size=planner.transform.image_size[0])
     horizon, dim = planner.config.horizon, planner.robot.action_dim
     total, held, counts = np.zeros((horizon, dim)), np.zeros((horizon, dim)), np.zeros(horizon)
     size = planner.batch_sizes[-1]
     chosen = recorded.meta.episodes[:episodes]
     for done, episode in enumerate(chosen, 1):
-        taken = list(recorded.rows(episode, stride))
+        steps = range(0, episode.length, stride)
+        seen = zip(steps, recorded.observations(episode, steps), strict=True)
+        taken = [(step, planner.row(one, number=(episode.index, step))) for step, one in seen]
         actions = recorded.actions[episode.start : episode.start + episode.length]
         for first in range(0, len(taken), size):
             part = taken[first : first + size]
@@ -63,10 +63,10 @@ def shadow(
                 if isinstance(plan, PirlError):
                     raise plan
                 was = actions[step : step + horizon]
-                steps = len(was)
-                total[:steps] += np.abs(plan.chunk[:steps] - was)
-                held[:steps] += np.abs(was[:1] - was)
-                counts[:steps] += 1
+                known = len(was)
+                total[:known] += np.abs(plan.chunk[:known] - was)
+                held[:known] += np.abs(was[:1] - was)
+                counts[:known] += 1
         on_episode(done)
     if not counts.any():
         raise DataError(f"{recorded.meta.root} has no steps to compare with", hint="name a dataset with episodes")
@@ -75,30 +75,3 @@ def shadow(
     end = chosen[-1].start + chosen[-1].length
     spread = recorded.actions[chosen[0].start : end].std(0)
     return Shadow(error=mean[0], hold=mean[1], spread=spread, chunks=int(counts[0]), episodes=len(chosen))
-
-
-class _Recorded:
-    """A dataset, read as a robot would have sent it."""
-
-    def __init__(self, planner: Planner, dataset: str | Path) -> None:
-        self._planner, robot = planner, planner.robot
-        self.meta, columns = rows.read_dataset(lerobot.resolve(dataset))
-        state_keys, action_key = find_columns(robot, self.meta.features)
-        self.state = read_vectors(self.meta, columns, state_keys)
-        self.actions = robot.check(read_vectors(self.meta, columns, action_key), action_key, robot.action_dim)
-        self._tasks = read_tasks(self.meta, columns)
-        self._cameras = robot.find_cameras(self.meta.features, self.meta.cameras) if robot.cameras else {}
-
-    def rows(self, episode: lerobot.EpisodeMeta, stride: int) -> Iterator[tuple[int, Any]]:
-        """(step, row for the device) along one episode."""
-        robot, place = self._planner.robot, self.meta.episodes.index(episode)
-        size = self._planner.transform.image_size[0]
-        films = {
-            robot.cameras[slot][0]: video.read_frames(self.meta, episode, key, size=size, method="exact")
-            for slot, key in self._cameras.items()
-        }
-        for step in range(0, episode.length, stride):
-            seen = {key: film[step] for key, film in films.items()}
-            seen[robot.state_keys[-1][0]] = self.state[episode.start + step]
-            seen[robot.prompt_keys[0]] = self._tasks[place]
-            yield step, self._planner.row(seen, number=(episode.index, step))

@@ -83,7 +83,7 @@ class Acting:
         return self.policy.use(self.state, jax.random.key(seed))
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """What to do from here on, in the robot's units, for one observation in its own keys."""
+        """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
         return self.use(seed).plan({0: observation}, {0: (0, 0)})[0]
 
 
@@ -139,7 +139,7 @@ def load_acting(found: Found) -> Acting:
 
 def acting_mesh(config: RLTrainConfig) -> jax.sharding.Mesh:
     """All devices of this process. Another number of them than in training is no reason not to act."""
-    return make_mesh(math.gcd(config.mesh.fsdp, jax.device_count()))
+    return make_mesh(math.gcd(config.mesh.size, jax.device_count()))
 
 
 def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: Set[str]) -> dict[str, Params]:

@@ -19,6 +19,7 @@ from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import load_norm_stats
 from pirl.data.replay import ReplayBuffer
 from pirl.data.transforms import Transform
+from pirl.envs.make import make_env
 from pirl.errors import ConfigError
 from pirl.models import pi0
 from pirl.models.config import Pi0Config
@@ -119,7 +120,8 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
     """The environments."""
     if config.env is None:
         raise ConfigError(
-            f"{config.name} has no environment", hint="name one: --env.type Aloha, or take a recipe that has one"
+            f"{config.name} has no environment",
+            hint="name one: --env.type Aloha; without a simulator, measure on episodes: pirl eval CHECKPOINT --data",
         )
     if jax.process_count() > 1:
         raise ConfigError(
@@ -174,7 +176,17 @@ def build_evaluator(
         return None
     if policy is None or config.evaluation.best_of != config.rollout.best_of:
         policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
-    return Evaluator(pool, policy, config.evaluation, key=_key(config, "eval"), retries=config.rollout.retries)
+    # Simulators that run elsewhere may have a reason: they are not made in the process that trains.
+    local = config.env is not None and config.rollout.backend == "local"
+    return Evaluator(
+        pool,
+        policy,
+        config.evaluation,
+        key=_key(config, "eval"),
+        retries=config.rollout.retries,
+        folder=config.run_dir,
+        make=partial(make_env, config.env) if local and config.env is not None else None,
+    )
 
 
 def build_held_out_loader(

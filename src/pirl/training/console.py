@@ -1,6 +1,6 @@
 """Metrics for people: on a terminal grouped by meaning, anywhere else one readable line with what matters most.
 
-All numbers are in the run's files; the console leaves out what nobody can take in at a glance.
+All numbers are in the run's files; the console leaves out what cannot be taken in at a glance.
 """
 
 import textwrap

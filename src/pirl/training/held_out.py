@@ -1,8 +1,8 @@
 """Is it better, without a simulator? Measures an agent on held-out episodes, always on the same rows and noise.
 
-One program, compiled once, computes what needs the networks: flow loss, the chunk the policy would execute, and for
-agents with a critic the values of the recorded chunk and of the policy's candidates. `Measured` turns these rows into
-numbers. It depends on weights and data alone: the same checkpoint gives the same numbers in training and afterwards.
+One program, compiled once, computes everything that needs the networks: flow loss, the policy's chunk and, for agents
+with a critic, the values of the recorded chunk and of the policy's candidates. `Measured` turns rows into metrics.
+They depend on weights and data alone: a checkpoint gives the same numbers during training and afterwards.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ from pirl.training.held_out_metrics import returns_to_go
 from pirl.training.measured import Measured
 
 FLOW_DRAWS = 4
-"""Points of the flow per chunk: the loss at one is mostly noise."""
+"""Flow times per chunk: the loss at a single one is mostly noise."""
 BATCH_SIZE = 32
 
 
@@ -67,7 +67,9 @@ class HeldOut:
         everything = np.arange(len(source))
         self._resident = make_resident(source, everything, frames=source.frames, discount=discount, takeovers=rule)
         self._number = np.array(getattr(source, "kept", range(len(source))))
-        self._episode, self._step = rows_of(source.lengths, self._outcomes, config.rows)
+        self._episode, steps = rows_of(source.lengths, self._outcomes, config.rows)
+        starts = self._resident.table.starts[self._episode]
+        self._step = self._resident.table.seen_at[starts + steps] - starts
         self._program = jax.jit(
             batch_on(data_sharding(mesh))(self._measure),
             out_shardings=replicated(mesh),
@@ -115,7 +117,7 @@ class HeldOut:
         return self._measured(rows, found)
 
     def _measured(self, rows: np.ndarray, found: dict[str, np.ndarray]) -> Measured:
-        """Join what the networks said with what the episodes know."""
+        """Join the networks' outputs with the episodes' outcomes and returns."""
         table, robot = self._resident.table, self._transform.robot
         chunk, dims = found.pop("chunk"), robot.action_dim
         recorded, valid = found.pop("actions"), found.pop("valid")
@@ -144,7 +146,7 @@ class HeldOut:
         )
 
     def _measure(self, state: TrainState, batch: Any, keys: Key[Array, "B"]) -> dict[str, Array]:
-        """What needs the networks, for one batch of rows."""
+        """The networks' outputs for one batch of rows."""
         act, flowing, sampling = (jax.vmap(lambda key, k=k: jax.random.fold_in(key, k))(keys) for k in range(3))
         here = Observation.from_dict(batch["observations"])
         actions, valid = batch["actions"], batch["valid"]

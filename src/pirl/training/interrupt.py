@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+ROOM = 1.5
+"""A checkpoint may take this much longer than the one before."""
 SECONDS, MOST_STEPS = 2.0, 50
 """Hosts ask each other about this often, but at least once in so many steps: asking waits for all of them."""
 
@@ -19,12 +21,39 @@ class StopRequest:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signal: signal.Signals | None = None
-        self._clock = clock
+        self.at: float | None = None
+        """When it came."""
+        self._clock, self._warned = clock, False
         self._last: tuple[int, float] | None = None
         self._next = 0
 
     def __bool__(self) -> bool:
         return self.signal is not None
+
+    def time_to_save(self, grace: float | None, seconds: float | None) -> bool:
+        """Is there time for a checkpoint, if the last one took so many seconds? All hosts get the same answer."""
+        if grace is None:
+            return True
+        left = grace if self.at is None else grace - (self._clock() - self.at)
+        took = 0.0 if seconds is None else ROOM * seconds
+        if jax.process_count() > 1:
+            answers = multihost_utils.process_allgather(np.array([-left, took], np.float32)).max(0)
+            left, took = -float(answers[0]), float(answers[1])
+        return took <= left
+
+    def warn(self, grace: float | None, seconds: float | None, say: Callable[[str], None]) -> None:
+        """Say once that a checkpoint does not fit into the time that SIGTERM leaves."""
+        if self._warned or grace is None or seconds is None or ROOM * seconds <= grace:
+            return
+        self._warned = True
+        say(
+            f"a checkpoint took {seconds:.0f} s and checkpoint.grace is {grace:g} s: after SIGTERM none will be begun. "
+            "What was learned since the last one is learned again; a smaller checkpoint.save_interval loses less"
+        )
+
+    def note(self, number: int) -> None:
+        """It came now."""
+        self.signal, self.at = signal.Signals(number), self._clock()
 
     def agreed(self, step: int) -> bool:
         """Has any host been asked? All hosts get the same answer after the same step, so all stop there.
@@ -49,7 +78,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
     request = StopRequest()
 
     def note(number: int, _: FrameType | None) -> None:
-        request.signal = signal.Signals(number)
+        request.note(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -42,7 +42,7 @@ LOGGED = {
 
 
 def logged_names(config: RLTrainConfig) -> tuple[str, ...]:
-    """What the stream of a run logs, besides what its updates do."""
+    """Metrics a run's stream logs beside those of its updates."""
     if config.agent.groups is not None:
         return LOGGED["ript"] + LOGGED["collected"]
     return LOGGED["data"] + (LOGGED["online"] + LOGGED["collected"] if config.online is not None else ())
@@ -56,22 +56,22 @@ class Stream(Protocol):
         """The batches of one step of the loop; raises CollectionStoppedError if asked to stop while collecting."""
 
     def notice(self, metrics: Mapping[str, jax.Array]) -> None:
-        """What the update on the latest batch said of it."""
+        """Metrics of the update on the latest batch."""
 
     def metrics(self) -> dict[str, float]:
-        """What is to be logged of the round."""
+        """Metrics of the round."""
 
     def example(self) -> Any:
         """A batch as it would be, for a dry run."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as plain JSON."""
+        """The state for `restore`, as plain JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Remove files that none of these states needs."""
+        """Remove files that none of these states uses."""
 
 
 class DatasetStream:
@@ -361,7 +361,7 @@ class GroupStream:
 
 
 def _first_observation(collector: Collector, curriculum: Curriculum) -> RawObservation:
-    """What an environment shows before anything is done."""
+    """An environment's first observation."""
     context = curriculum.draw(1, 0)[0]
     begun = collector.pool.start({0: context})[0]
     if isinstance(begun, Lost):

@@ -1,0 +1,66 @@
+"""`pirl demo --robot`: the loop at the robot, with a simulated one in a process of its own."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pirl.cli.demo import Stage, plan
+from pirl.files import json_text, write_text
+
+ROBOT = "-m pirl.robot.simulated --server {server} --record {dataset} --inits {inits} --seed {seed} --purpose {purpose}"
+GENERATIONS = 2
+
+
+def plan_loop(folder: Path, *, quick: bool, seed: int) -> list[Stage]:
+    """Demonstrations, their statistics and a policy that imitates them, as in the demo; then the loop."""
+    stages = plan(folder, quick=quick, seed=seed)[0][:3]
+    file, state = folder / "loop.yaml", folder / "loop" / "state.json"
+    over = state.is_file() and len(_finished(state)) >= GENERATIONS
+    command, took = ("improve", str(file)), 120 if quick else 420
+    return [*stages, Stage("generations at the simulated robot", command, state, over, took)]
+
+
+def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> None:
+    """The loop's settings: a scripted supervisor watches half of what is collected, and nothing that is compared."""
+    steps = "80" if quick else "800"
+    settings: dict[str, Any] = {
+        "folder": str(folder / "loop"),
+        "recipe": "acrlpd_tabletop",
+        "start": str(stages[2].product),
+        "demonstrations": [str(stages[0].product)],
+        "robot": f"{shlex.quote(sys.executable)} {ROBOT} --supervise 0.5",
+        "generations": GENERATIONS,
+        "episodes": 12 if quick else 60,
+        "train": [
+            *("--max-steps", steps, "--policy-schedule.decay-steps", steps),
+            *("--evaluation.interval", steps, "--evaluation.episodes", "8"),
+            *("--data.assets-dir", str(folder / "assets")),
+        ],
+        "serve": ["--max-rate", "10000", "--max-batch", "1"],
+        "port": 0,
+        "held_out": 40 if quick else 200,
+        "comparison": 24 if quick else 96,
+        "look_every": 24,
+        "seed": seed,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "loop.yaml", json_text(settings))  # JSON is YAML
+
+
+def told(folder: Path) -> Iterator[str]:
+    """What came of each generation, and where to look."""
+    for one in _finished(folder / "loop" / "state.json"):
+        held, compared = one["held_out"], one["comparison"]
+        success = f"{held['rate']:.1%} of held-out episodes succeed ({held['low']:.1%} to {held['high']:.1%})"
+        corrected = f"{one['collected']['corrected']} of {one['collected']['episodes']} collected episodes corrected"
+        yield f"generation {one['number']}: {one['decision']}; {success}; {corrected}"
+        if compared is not None:
+            yield f"  blind comparison: {compared['text']}"
+    yield f"page: {folder / 'loop' / 'loop.html'}"
+
+
+def _finished(state: Path) -> list[dict[str, Any]]:
+    return list(json.loads(state.read_text("utf-8"))["finished"])
