@@ -42,6 +42,7 @@ POLICY_RATE, DECAY, DISCOUNT, WARMUP, STEP, OLD_RATE, SHARE, BETA, ALPHA = 0.3, 
 LEVEL = 0.6
 KEY = jax.random.key(3)
 NAMES = ("critic_nft", "qc_fql")
+_KINDS = ("augment", "flow", "time", "here", "there", "critic")
 SCALARS = {"scale": 0.012, "agreement": 0.7, "error": 1.1, "q_size": 0.4}
 NAIVE: Any = SimpleNamespace(
     loss="hl_gauss",
@@ -260,6 +261,17 @@ def test_qc_fqls_update_is_numpys(normalise: bool) -> None:
 def test_split_in_parts_it_is_the_same(name: str) -> None:
     whole, split = (updating(make(name, accumulate=parts))(make_state(name), make_batch(), KEY) for parts in (1, 2))
     close(split, whole, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_may_be_valued_without_samples(name: str) -> None:
+    """With V(s) by expectiles no target samples; the student still learns from chunks of its own."""
+    plain, key = make(name, value="expectile"), jax.random.key(1)
+    agent = replace(plain, critic=replace(plain.critic, heads=(0,)))
+    state = jax.eval_shape(agent.init, key)
+    part, (_, there) = agent._inputs(make_batch(), dict.fromkeys(_KINDS, key))
+    assert (part.candidate_noise.shape[1], there.shape[1]) == (NUM if name == "qc_fql" else 0, 0)
+    jax.eval_shape(agent.update, state, make_batch(), key)
 
 
 @pytest.mark.parametrize("name", NAMES)

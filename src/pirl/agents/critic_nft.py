@@ -98,7 +98,8 @@ class CriticNFT(QChunking):
         error = jnp.where(preferred.any(), ob.masked_mean(aux.logged["actor/old_error"], preferred), known["error"])
         return known | {
             "scale": jnp.maximum(scale, 1e-4 * (high - low)),
-            "agreement": (1 - RATE) * known["agreement"] + RATE * ob.agreement(aux.members.T),
+            "agreement": (1 - RATE) * known["agreement"]
+            + RATE * ob.agreement(aux.members.T, halved=self.config.halved),
             "error": (1 - RATE) * known["error"] + RATE * error,
         }
 

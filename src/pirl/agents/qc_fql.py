@@ -39,6 +39,11 @@ class QCFQL(QChunking):
         """The student's one."""
         return 1
 
+    @property
+    def samples(self) -> bool:
+        """The student's chunks at s are what it learns by, whatever states are valued by."""
+        return True
+
     def more_weights(self, policy: Params) -> dict[str, Params]:
         """The flow's."""
         return {"flow": jax.tree.map(jnp.copy, self.policy_learner.split(policy)[0])}
@@ -80,6 +85,8 @@ class QCFQL(QChunking):
 
     def sampled(self, params: Params, context: Any, noise: Float[Array, "B N H A"]) -> Float[Array, "B N H A"]:
         """The student's chunks, without gradients."""
+        if not noise.size:
+            return noise
         return jax.lax.stop_gradient(flow.sample(self.policy, params, context, noise, num_steps=1))
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
