@@ -78,18 +78,35 @@ PURPOSES = {
     "acrlpd_tabletop": "improve it offline, from the same demonstrations",
     "acrlpd_tabletop_online": "the same, then online with a replay buffer",
     "ript_tabletop": "improve it with group rollouts, without a critic",
+    "dagger_tabletop": "imitate demonstrations and a person's corrections, not what they took over from",
+    "flow_ppo_tabletop": "improve it by PPO over the denoising path",
     "filtered_tabletop": "imitate the chunks with the best returns: the baseline without a value",
     "recap_tabletop": "tell the policy which chunks were better than usual",
+    "bc_aloha_transfer_small": "imitate imperfect demonstrations of gym-aloha's TransferCube, from scratch on one GPU",
+    "acrlpd_aloha_transfer_small": "improve it offline, from the same demonstrations",
+    "filtered_aloha_transfer_small": "the baseline without a value",
+    "ript_aloha_transfer_small": "improve it with group rollouts",
+    "critic_nft_tabletop": "move towards what the critic prefers and away from what it does not",
+    "qc_fql_tabletop": "distil the policy into one Euler step that climbs the critic",
+    "dsrl_tabletop": "choose the noise that the frozen policy starts from",
+    "dsrl_tabletop_online": "the same, then online with a replay buffer",
+    "rl_token_tabletop": "edit the chunks of the frozen policy",
     "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
     "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
     "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",
     "bc_aloha_fold_lora": "bc_aloha_fold on one card of 24 GB",
     "ript_aloha_transfer": "improve a released policy in gym-aloha's TransferCube",
+    "flow_ppo_aloha_transfer": "the same by PPO over the denoising path",
     "acrlpd_libero": "improve π₀.₅ offline on LIBERO and rollouts, several large GPUs",
     "acrlpd_libero_lora": "acrlpd_libero on one card of 24 GB",
     "bc_libero": "OpenPI's pi05_libero",
     "bc_libero_lora": "bc_libero on one card of 24 GB",
     "ript_libero_goal": "improve a policy in LIBERO's goal suite",
+    "flow_ppo_libero_goal": "the same by PPO over the denoising path",
+    "bc_metaworld_mt10": "imitate imperfect demonstrations of ten tasks; start of those below",
+    "acrlpd_metaworld_mt10": "improve it offline, from the same demonstrations",
+    "ript_metaworld_mt10": "improve it with group rollouts in Meta-World",
+    "filtered_metaworld_mt10": "imitate the chunks with the best returns: the baseline without a value",
     "acrlpd_droid": "improve π₀.₅ offline on your own DROID recordings, several large GPUs",
     "acrlpd_droid_lora": "acrlpd_droid on one card of 24 GB",
     "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
@@ -106,7 +123,9 @@ TITLES = {
     "debug": "Without files",
     "tabletop": "Tabletop",
     "aloha": "ALOHA",
+    "aloha_sim": "ALOHA in simulation, small",
     "libero": "LIBERO",
+    "metaworld": "Meta-World",
     "droid": "DROID",
 }
 """A heading for each module of recipes."""
@@ -279,7 +298,13 @@ def api_entry(name: str, module: str) -> Iterator[str]:
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    (node,) = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
+    if not found:  # imported from where it is defined
+        (source,) = (n for n in tree.body if isinstance(n, ast.ImportFrom) and name in {a.name for a in n.names})
+        assert source.module is not None
+        yield from api_entry(name, source.module)
+        return
+    (node,) = found
     yield f"### {name}\n"
     if isinstance(node, ast.FunctionDef):
         yield f"```text\n{signature(node)}\n```\n"
@@ -291,7 +316,7 @@ def api_entry(name: str, module: str) -> Iterator[str]:
     yield documented(node)
     if "__init__" in methods and ast.get_docstring(methods["__init__"]):
         yield documented(methods["__init__"])
-    if module.endswith(".config"):
+    if module.endswith("config"):
         yield "Its fields are the settings of a run: `pirl recipes show RECIPE` explains each.\n"
         return
     if rows := list(fields(node)):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from pirl.agents.agent import TrainState
+from pirl.agents.agent_config import AgentConfig
 from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
 from pirl.build import build_agent
 from pirl.checkpoints.run import Checkpoints
@@ -61,12 +62,12 @@ if "pirl/Walk-v0" not in gymnasium.registry:
 ENV = GymConfig(id="acting_runs:pirl/Walk-v0", robot="synthetic", prompt="go right", max_steps=10, fps=5)
 
 
-def walking(folder: Path, agent: BCConfig | ACRLPDConfig | RIPTConfig, *, env: EnvConfig | None = ENV) -> RLTrainConfig:
+def walking(folder: Path, agent: AgentConfig, *, env: EnvConfig | None = ENV) -> RLTrainConfig:
     """A policy of one small layer over the state."""
     recipe = get_config("debug")
     return replace(
         recipe,
-        name={BCConfig: "walk_bc", ACRLPDConfig: "walk_q", RIPTConfig: "walk_ript"}[type(agent)],
+        name={BCConfig: "walk_bc", ACRLPDConfig: "walk_q", RIPTConfig: "walk_ript"}.get(type(agent), "walk"),
         model=MLPFlowConfig(state_dim=2, action_dim=2, horizon=3, hidden=(16,)),
         agent=agent,
         critic=replace(recipe.critic, hidden=(16,)),

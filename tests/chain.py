@@ -7,7 +7,7 @@ the latest; that is a time-out, and says so in its column. Chunks have two actio
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import jax
@@ -142,6 +142,7 @@ def batches(cases: list[Case], *, steps: int = 240, size: int = 64) -> dict:
 def make_agent(*, loss: LossKind = "hl_gauss", **changes) -> ACRLPD:
     """Small networks; the settings are those of the flagship recipes where size does not matter."""
     settings = {"actor": "best_of_n", "num_action_samples": 6, "flow_steps": 2, "target_update_rate": 0.05}
+    config = ACRLPDConfig(discount=DISCOUNT, **(settings | changes))
     critic = make_critic(
         CriticConfig(num_critics=2, hidden=(64, 64), bins=51, loss=loss, action_clip=4.0),
         feature_width=None,
@@ -152,8 +153,8 @@ def make_agent(*, loss: LossKind = "hl_gauss", **changes) -> ACRLPD:
     learner = Learner(tx=optax.adam(3e-3), ema_decay=0.96)
     return ACRLPD(
         policy=POLICY,
-        critic=critic,
-        config=ACRLPDConfig(discount=DISCOUNT, **(settings | changes)),
+        critic=replace(critic, heads=config.heads),
+        config=config,
         policy_learner=learner,
         critic_learner=learner,
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pirl.agents.agent import Agent
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, FlowPPOConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.envs.config import GymConfig
 from pirl.rollout.config import OnlineConfig, RolloutConfig
@@ -111,6 +111,17 @@ ROLLOUT = RolloutConfig(num_envs=3, num_workers=2, worker_timeout=60.0, execute=
 def ript_run(folder: Path, agent: RIPTConfig = RIPT, **changes: Any) -> RLTrainConfig:
     """Groups of walks, and synthetic demonstrations beside them: eight to twelve episodes an iteration."""
     own = dict(agent=agent, env=ENV, rollout=ROLLOUT, num_train_steps=4, log_interval=1)
+    return replace(small_run(folder, BCConfig()), **(own | changes))
+
+
+PPO = FlowPPOConfig(
+    exploration="flow_noise", group_size=3, groups_per_iteration=3, epochs=2, kl_limit=None, discount=0.9, bc_weight=0.2
+)
+
+
+def ppo_run(folder: Path, **changes: Any) -> RLTrainConfig:
+    """Nine walks an iteration, each plan with its path, and synthetic demonstrations beside them."""
+    own = dict(agent=PPO, env=ENV, rollout=ROLLOUT, num_train_steps=4, log_interval=1)
     return replace(small_run(folder, BCConfig()), **(own | changes))
 
 

@@ -19,6 +19,9 @@ class Settings:
     actor: str
     loss: str
     aggregation: str
+    value: str
+    expectile: float
+    partial: int | None
     discount: float
     low: float
     high: float
@@ -45,6 +48,7 @@ class Settings:
     critic_rate: float
     policy_decay: float
     critic_decay: float
+    correction_weight: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +87,19 @@ def sample(policy: Tree, state, noise, steps: int):
     return x
 
 
-def outputs(s: Settings, critic: Tree, state, chunk):
-    """What each member predicts for one chunk per state: [E, ...] or [E, ..., bins]."""
-    chunk = np.clip(chunk[..., : s.critic_horizon, : s.real_dims], -s.action_clip, s.action_clip)
+def outputs(s: Settings, critic: Tree, state, chunk, steps: int | None = None):
+    """What each member predicts for one chunk per state: [E, ...] or [E, ..., bins]; or for its first steps alone."""
+    looks = s.critic_horizon if steps is None else steps
+    chunk = np.clip(chunk[..., :looks, : s.real_dims], -s.action_clip, s.action_clip)
+    eyes = critic["layer_0"]["state"]
+    critic = critic if steps is None else critic[f"first_{steps}"]
     found = []
     for member in range(len(critic["head"]["bias"])):
         h, i = np.concatenate([state[..., : s.critic_state_dim], chunk.reshape(*chunk.shape[:-2], -1)], axis=-1), 0
         while f"layer_{i}" in critic:
             layer = {name: x[member] for name, x in critic[f"layer_{i}"].items()}
-            matrix = np.concatenate([layer["state"], layer["action"]]) if i == 0 else layer["hidden"]
+            first = [eyes[member]] + ([layer["action"]] if "action" in layer else [])
+            matrix = np.concatenate(first) if i == 0 else layer["hidden"]
             h = gelu(h @ matrix + layer["bias"])
             h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6)
             h, i = h * layer["scale"] + layer["offset"], i + 1
@@ -108,9 +116,9 @@ def edges(s: Settings):
     return s.low + width * (np.arange(s.bins + 1) - margin(s)), width
 
 
-def members(s: Settings, critic: Tree, state, chunk):
-    """Each member's value of one chunk per state: [E, ...]."""
-    out = outputs(s, critic, state, chunk)
+def members(s: Settings, critic: Tree, state, chunk, steps: int | None = None):
+    """Each member's value of one chunk per state, or of its first steps: [E, ...]."""
+    out = outputs(s, critic, state, chunk, steps)
     if s.loss != "hl_gauss":
         return out
     borders, _ = edges(s)
@@ -178,35 +186,61 @@ def norm(tree: Tree) -> float:
 # The step
 
 
+def of_data_rows(rows: Tree):
+    return rows["observations"]["state"], rows["critic_actions"]
+
+
 def target(s: Settings, online: Tree, slow: Tree, candidates, batch: Tree, pair, info: Tree):
     y = []
-    for b in range(len(candidates)):
+    for b in range(len(batch["length"])):
         state = batch["next_observations"]["state"][b]
-        chosen = [members(s, online, state, chunk).mean() for chunk in candidates[b]]
-        valued = [members(s, slow, state, chunk) for chunk in candidates[b]]
-        info["disagree"] |= int(np.argmax(chosen)) != int(np.argmax([v.mean() for v in valued]))
-        values = valued[int(np.argmax(chosen))]
-        value = {"mean": values.mean(), "min": values.min(), "random_pair": values[pair].min()}[s.aggregation]
+        if s.value == "expectile":
+            value = members(s, online, state, np.zeros((s.critic_horizon, s.real_dims)), 0).mean()
+        else:
+            chosen = [members(s, online, state, chunk, s.partial).mean() for chunk in candidates[b]]
+            valued = [members(s, slow, state, chunk, s.partial) for chunk in candidates[b]]
+            info["disagree"] |= int(np.argmax(chosen)) != int(np.argmax([v.mean() for v in valued]))
+            value = together(s, valued[int(np.argmax(chosen))], pair)
+            info["gain"].append(max(chosen) - np.mean(chosen))
         ahead = 0.0 if batch["next_terminal"][b] else s.discount ** int(batch["length"][b]) * value
         raw = batch["reward_sum"][b] + ahead
         info["clipped"].append(not s.low <= raw <= s.high)
         y.append(min(max(raw, s.low), s.high))
-        info["gain"].append(max(chosen) - np.mean(chosen))
     return np.array(y)
 
 
-def critic_loss(s: Settings, critic: Tree, candidates, batch: Tree, y):
-    """(loss without Cal-QL, Cal-QL's penalty), each a mean over members and samples that count."""
+def together(s: Settings, values, pair):
+    """One value of an ensemble's, on axis 0."""
+    return {"mean": values.mean(0), "min": values.min(0), "random_pair": values[pair].min(0)}[s.aggregation]
+
+
+def heads(s: Settings, critic: Tree, slow: Tree, batch: Tree, pair) -> dict:
+    """Steps of each head -> (what it learns of [B], weights by the side on which it is [E, B])."""
+    state, chunk, found, looks = batch["observations"]["state"], batch["critic_actions"], {}, None
+    for steps in ([s.partial] if s.partial else []) + ([0] if s.value == "expectile" else []):
+        higher = together(s, members(s, slow, state, chunk, looks), pair)
+        below = members(s, critic, state, chunk, steps)
+        found[steps] = higher, np.where(below > higher, 1 - s.expectile, s.expectile)
+        looks = steps
+    return found
+
+
+def critic_loss(s: Settings, critic: Tree, candidates, batch: Tree, y, heads: dict):
+    """(loss without Cal-QL, Cal-QL's penalty, loss of each head), means over members and samples that count."""
     counted = batch["sequence_mask"] > 0
     state, chunk = batch["observations"]["state"][counted], batch["critic_actions"][counted]
     loss, penalty = error(s, outputs(s, critic, state, chunk), y[counted]).mean(), 0.0
+    more = {
+        steps: (weights[:, counted] * error(s, outputs(s, critic, state, chunk, steps), higher[counted])).mean()
+        for steps, (higher, weights) in heads.items()
+    }
     if s.calql_weight:
         floor = np.where(np.isnan(batch["mc_return"]), -np.inf, batch["mc_return"])[counted]
         pushed = [
             np.maximum(members(s, critic, state, candidates[counted, n]), floor) for n in range(len(candidates[0]))
         ]
         penalty = (np.log(np.exp(pushed).mean(0)) - members(s, critic, state, chunk)).mean()
-    return loss, penalty
+    return loss, penalty, more
 
 
 def flow_losses(s: Settings, policy: Tree, state, chunks, valid, noise, times):
@@ -248,13 +282,16 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     )
 
     # The actor
-    by_member = members(s, critic, here, batch["critic_actions"])
+    by_member = members(s, critic, here, batch["critic_actions"], s.partial)
     of_data = by_member.mean(0)
-    each = np.array([[members(s, critic, here[b], c).reshape(-1) for c in candidates[b]] for b in range(size)])
+    each = np.array(
+        [[members(s, critic, here[b], c, s.partial).reshape(-1) for c in candidates[b]] for b in range(size)]
+    )
     of_candidates = each.mean(2)
-    by_member = by_member - each.mean(1).T
+    learned = s.value == "expectile"
+    by_member = by_member - (members(s, critic, here, batch["critic_actions"], 0) if learned else each.mean(1).T)
     compares = s.actor != "best_of_n" or s.calql_weight > 0
-    advantage = of_data - of_candidates.mean(1) if compares else np.zeros(size)
+    advantage = by_member.mean(0) if compares else np.zeros(size)
     agreed = max(0.0, 1 - np.mean([np.var(a, ddof=1) / len(a) for a in by_member.T]) / np.var(by_member.mean(0)))
     if s.scale_by_state:
         spread = np.array([np.std(values) for values in of_candidates])
@@ -270,17 +307,25 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         weight = np.ones(size) if warming else s.bc_loss_weight + (1 - s.bc_loss_weight) * raw / state["mean_weight"]
     best = np.array([candidates[b, np.argmax(of_candidates[b])] for b in range(size)])
 
+    imitable, floor = batch["valid"], np.zeros(size)
+    if s.correction_weight is not None:
+        persons = batch["acted_by"] == 3
+        floor = np.where(persons[:, 0], s.correction_weight, 0.0)
+        handed_back = np.maximum.accumulate(~persons, axis=1) & persons[:, :1]
+        imitable = np.where(handed_back, 0.0, imitable)
+
     def losses(policy: Tree, chunks, valid):
         return flow_losses(s, policy, here, chunks, valid, draws.noise, draws.time)
 
     def actor_loss(policy: Tree) -> float:
-        imitation = losses(policy, batch["actions"], batch["valid"])
+        imitation = losses(policy, batch["actions"], imitable)
         if s.actor == "awr":
-            return (weight * imitation).mean()
+            return (np.maximum(weight, floor) * imitation).mean()
         if s.actor == "distill" and not warming:
             improved = losses(policy, best, np.ones_like(batch["valid"]))
-            return (s.bc_loss_weight * imitation + (1 - s.bc_loss_weight) * improved).mean()
-        return imitation.mean()
+            share = np.maximum(s.bc_loss_weight, floor)
+            return (share * imitation + (1 - s.bc_loss_weight) * improved).mean()
+        return (np.maximum(1.0, floor) * imitation).mean()
 
     policy_gradient = gradient(actor_loss, policy)
     new_policy = mapped(lambda x, g: x - s.policy_rate * g, policy, policy_gradient)
@@ -295,20 +340,23 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         if s.mc:
             y = np.array([ret if ret == ret else guess for ret, guess in zip(rows["mc_return"], y, strict=True)])
 
-        def both(critic: Tree, y=y, rows=rows, of_policy=of_policy) -> float:
-            loss, penalty = critic_loss(s, critic, of_policy, rows, y)
-            return loss + s.calql_weight * penalty
+        fixed = heads(s, new_critic, slow, rows, draws.pairs[k])
 
-        loss, penalty = critic_loss(s, new_critic, of_policy, rows, y)
+        def both(critic: Tree, y=y, rows=rows, of_policy=of_policy, fixed=fixed) -> float:
+            loss, penalty, more = critic_loss(s, critic, of_policy, rows, y, fixed)
+            return loss + s.calql_weight * penalty + sum(more.values())
+
+        loss, penalty, more = critic_loss(s, new_critic, of_policy, rows, y, fixed)
+        below = {steps: members(s, new_critic, *of_data_rows(rows), steps).mean() for steps in fixed}
         info["critic_losses"].append(both(new_critic))
-        data = members(s, new_critic, rows["observations"]["state"], rows["critic_actions"])
+        data = members(s, new_critic, *of_data_rows(rows))
         grads = gradient(both, new_critic)
         new_critic = mapped(lambda x, g: x - s.critic_rate * g, new_critic, grads)
         slow = mapped(lambda old, new: (1 - s.tau) * old + s.tau * new, slow, new_critic)
 
     # What adapts
     beta, mean_weight = state["beta"], state["mean_weight"]
-    imitated = batch["valid"].any(1)
+    imitated = imitable.any(1)
     if compares:
         ess = 1 - (1 - s.target_ess) * agreed if s.heed_agreement else s.target_ess
         fitted = fitted_beta(advantage[imitated], ess, s.weight_cap)
@@ -318,18 +366,22 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
     metrics = {
         "actor/loss": actor_loss(policy),
         "actor/grad_norm": norm(policy_gradient),
-        "actor/flow_loss": losses(policy, batch["actions"], batch["valid"]).mean(),
+        "actor/flow_loss": losses(policy, batch["actions"], imitable).mean(),
         "critic/loss": loss,
         "critic/grad_norm": norm(grads),
         "critic/y": y.mean(),
         "critic/q_mean": data.mean(),
         "critic/q_std": data.std(1).mean(),
-        "critic/candidate_gain": np.mean(info["gain"]),
         "critic/mc_gap": (of_data - batch["mc_return"])[known].mean(),
         "critic/mc_correlation": np.corrcoef(of_data[known], batch["mc_return"][known])[0, 1],
         "data/valid_fraction": batch["valid"].mean(),
         "data/critic_fraction": batch["sequence_mask"].mean(),
     }
+    if not learned:
+        metrics["critic/candidate_gain"] = np.mean(info["gain"])
+    for steps, name in ((s.partial, "partial"), (0, "value")):
+        if steps in more:
+            metrics |= {f"critic/{name}_loss": more[steps], f"critic/{name}_mean": below[steps]}
     if s.calql_weight:
         metrics["critic/calql"] = penalty
     if compares:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from pirl.agents.agent import TrainState
-from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.agents.agent_config import AgentConfig
 from pirl.build import build_agent
 from pirl.checkpoints.run import Checkpoints
 from pirl.config import RLTrainConfig
@@ -46,11 +46,13 @@ def _configure(settings: dict[str, Any]) -> None:
     compilation_cache.reset_cache()  # jax looks at the folder's name once
 
 
-def small_run(folder: Path, agent: BCConfig | ACRLPDConfig, **changes: Any) -> RLTrainConfig:
+def small_run(folder: Path, agent: AgentConfig, **changes: Any) -> RLTrainConfig:
     """The debug recipe with a policy of two small layers and no pictures; a critic with dropout."""
     recipe = get_config("debug")
+    steps = 1 if agent.one_step else getattr(agent, "flow_steps", recipe.rollout.flow_steps)
     small = replace(
         recipe,
+        rollout=replace(recipe.rollout, flow_steps=steps),
         model=MLPFlowConfig(state_dim=2, action_dim=2, horizon=3, hidden=(16, 16)),
         agent=agent,
         critic=replace(recipe.critic, hidden=(16,), dropout=0.2),

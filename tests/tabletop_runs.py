@@ -81,6 +81,7 @@ def train_offline(
         horizon=config.horizon,
         discount=config.discount,
         next_observations=config.has_critic,
+        corrections=config.agent.heeds_corrections,
     ) as loader:
         for step in range(config.num_train_steps):
             state, _ = update(state, loader.sample_batch(), jax.random.fold_in(jax.random.key(seed + 7), step))

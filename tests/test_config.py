@@ -188,7 +188,7 @@ def test_tuples_of_fixed_length_and_unions_of_plain_types() -> None:
 def test_diff_names_what_changed() -> None:
     assert diff(DEBUG, replace(DEBUG, mesh=MeshConfig(fsdp=2), exp_name="x")) == [
         Change("exp_name", "run", "x"),
-        Change("mesh.fsdp", 1, 2),
+        Change("mesh.fsdp", "auto", 2),
     ]
     changed = diff(replace(DEBUG, critic_schedule=CosineSchedule()), DEBUG)
     assert ("critic_schedule.type", "CosineSchedule", "ConstantSchedule") in changed
@@ -289,7 +289,8 @@ def test_the_freeze_rules_are_those_of_the_models() -> None:
     for name in recipes.list_configs():
         config = recipes.get_config(name)
         assert not isinstance(config.model, MLPFlowConfig)
-        assert replace(config, freeze=None).freeze_rule == freeze.default_rule(config.model)
+        rule = "frozen" if config.agent.freezes_policy else freeze.default_rule(config.model)
+        assert replace(config, freeze=None).freeze_rule == rule
 
 
 def test_the_box_folding_preset_fits_a_task_of_twenty_seconds() -> None:
@@ -322,6 +323,7 @@ def test_a_recipe_is_told_of_and_can_be_shrunk(name: str) -> None:
     kept = ("horizon", "critic_horizon", "cameras", "real_action_dim", "token_len", "has_critic", "freeze_rule")
     assert [getattr(small, value) for value in kept] == [getattr(config, value) for value in kept]
     assert small.critic.num_critics == config.critic.num_critics
+    assert small.data.tokenizer == {"paligemma": "byte"}.get(config.data.tokenizer, config.data.tokenizer)
     assert not isinstance(small.model, MLPFlowConfig)
     assert small.model.vlm.width == 64
 

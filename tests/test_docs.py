@@ -28,6 +28,7 @@ FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 OPERATORS = set(";&|><()")
 GROUPS = "actor|critic|policy|data|time|memory|ript|rollout|curriculum|online|eval|held_out|bc|value|advantage|filter"
+GROUPS += "|ppo"
 METRIC = re.compile(rf"(?:{GROUPS})/\w+")
 
 

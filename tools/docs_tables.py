@@ -20,10 +20,10 @@ LEFT_OUT = {
     r"pirl serve .*box1 --shadow|/reload$|^openssl ": "belongs to a server that is not running",
     r"^pirl improve (?!.*--show)|pirl\.robot\.simulated|recordings/first$": "needs a policy server, and minutes",
     r"^pirl demo(?! --quick)": "ten minutes; --quick is run",
-    r"^(pip|apt-get|docker|kubectl) |download_assets": "installs or downloads",
+    r"^(pip|apt-get|docker|kubectl) |libero_install": "installs or downloads",
     r"^rsync |^uv run scripts/serve_policy": "needs a robot, and OpenPI",
     r"\bsrun\b|#SBATCH|JAX_PROCESS_ID=|^ray start|RAY_ADDRESS=": "needs several machines",
-    r"ript_libero|ript_aloha|--env\.type Libero": "needs a MuJoCo simulator",
+    r"ript_libero|ript_aloha|_metaworld|--env\.type Libero": "needs a MuJoCo simulator",
     r"^pirl (inspect checkpoint|eval|export \w+) (gs|hf)://": "downloads weights",
     r"--model pi0 |get_preset\(\"pi0\"\)": "needs full-size weights",
 }

@@ -54,7 +54,7 @@ def build_agent(config: RLTrainConfig) -> Agent:
         sizes=config.batch_sizes,
         real_action_dim=config.real_action_dim,
         flow_steps=config.rollout.flow_steps,
-        encoder_frozen=not isinstance(policy, Pi0) or config.freeze_rule in ("vlm_frozen", "expert_only"),
+        encoder_frozen=not isinstance(policy, Pi0) or config.freeze_rule in ("vlm_frozen", "expert_only", "frozen"),
         compute_dtype=config.model.dtype,
     )
     algorithm = load_object(config.agent.agent, what="agent")

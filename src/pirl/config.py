@@ -235,6 +235,8 @@ class RLTrainConfig(Checked):
     @property
     def freeze_rule(self) -> FreezeRule:
         """Which weights train."""
+        if self.agent.freezes_policy:
+            return "frozen"
         if self.freeze is not None:
             return self.freeze
         return "lora" if self.model.has_lora else "full"
@@ -291,11 +293,17 @@ class RLTrainConfig(Checked):
                 "at most model.horizon less the steps that are executed before the next chunk is asked for",
             )
         if isinstance(model, MLPFlowConfig):
-            if self.freeze_rule != "full":
+            if self.freeze not in (None, "full"):
                 yield f"freeze is {self.freeze!r}, and the policy is an MLP", "an MLP trains whole: freeze none or full"
             if self.init_weights is not None:
                 yield f"init_weights is {self.init_weights!r}, and the policy is an MLP", "only π₀ has weights to load"
             return
+        if self.freeze == "frozen" and not self.agent.freezes_policy:
+            learning = ", ".join(tag(kind) for kind in AgentConfig.kinds() if kind.freezes_policy)
+            yield (
+                f"freeze is 'frozen', and {tag(type(self.agent))} trains the policy",
+                f"of pirl's algorithms {learning} learn beside a frozen one",
+            )
         if self.freeze == "lora" and not model.has_lora:
             yield "freeze is 'lora', and the model has no adapters", "take a recipe or preset whose name ends in _lora"
         room = _VOCABULARY.get(self.data.tokenizer, 0)
@@ -366,7 +374,7 @@ class RLTrainConfig(Checked):
             )
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:
-        parts, fsdp = self.agent.accumulate, self.mesh.fsdp
+        parts, fsdp = self.agent.parts, self.mesh.size
         if self.batch_size % (parts * fsdp):
             yield (
                 f"batch_size {self.batch_size} cannot be split over {fsdp} device(s) in {parts} part(s)",

@@ -1,7 +1,7 @@
 """Configurations as YAML: dataclasses to plain data and back, by their annotations, and strictly.
 
-A key that is not a field, a value of another type, a key given twice: each is refused with its dotted path, because a
-setting that is silently ignored costs a training run. Where a field may hold one of several dataclasses, the key `type`
+Unknown keys, values of another type and duplicate keys are errors that name the dotted path: a setting that is silently
+ignored costs a training run. Where a field may hold one of several dataclasses, the key `type`
 says which, by its name without "Config" (`type: ACRLPD`). Only plain YAML is read; nothing in a file is executed.
 """
 
@@ -205,7 +205,7 @@ def _read_dataclass(cls: type[T], data: Mapping[str, Any], base: T | None, path:
 
 
 def _default(field: Field) -> Any:
-    """What a field holds if nothing is said; MISSING if something must be."""
+    """A field's default; MISSING if it is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 

@@ -27,7 +27,7 @@ NEXT_DONE = "next.done"
 NEXT_TRUNCATED = "next.truncated"
 INTERVENTION = "intervention"
 
-# pirl's own columns: the policy's chunk in force, which of its steps was due, who acted, what the operator noted.
+# pirl's own columns: the policy's chunk in force, which of its steps was due, the actor, the operator's notes.
 INTENDED = "intended"
 INTENDED_STEP = "intended_step"
 POLICY = "policy"

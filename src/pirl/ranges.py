@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pirl.errors import ConfigError
 
@@ -49,6 +49,8 @@ Inside = Annotated[float, Bounds(low=0, high=1, open_low=True, open_high=True)]
 """Between 0 and 1, both excluded."""
 Decay = Annotated[float, Bounds(low=0, high=1, open_high=True)]
 """From 0 to below 1."""
+Auto = Literal["auto"]
+"""Decided when the run starts: `Count | Auto`."""
 
 
 class OutOfRangeError(ConfigError):
@@ -64,13 +66,13 @@ class OutOfRangeError(ConfigError):
 
 
 class Checked:
-    """A settings dataclass whose values lie in the ranges their types name. None and tuples' items are handled."""
+    """A settings dataclass whose numbers, also those in tuples, lie in the ranges their types name."""
 
     def __post_init__(self) -> None:
         for name, bounds in bounds_of(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
             for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and number not in bounds:
+                if isinstance(number, int | float) and number not in bounds:
                     raise OutOfRangeError(f"{type(self).__name__}: ", f"{name} is {value}", bounds)
 
 

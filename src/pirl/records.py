@@ -2,13 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
 Array = np.ndarray
+
+DEMONSTRATED, AUTONOMOUS, BLAMED, CORRECTED = range(4)
+"""Who chose an action, where batches say so (`ChunkBatch`). A dataset that does not say is a demonstration; else it was
+the policy, the policy shortly before a person took over (`data.takeover_window`), or that person."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +136,11 @@ class ChunkBatch(TypedDict, total=False):
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
     """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
+    acted_by: Int[Array, "B H"]
+    """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that heed corrections;
+    steps outside the episode repeat its last one."""
+    episode: Int[Array, "B"]
+    """A number of the episode that depends on its actions alone, wherever and whenever it is read."""
 
 
 class Spec(NamedTuple):
@@ -183,7 +192,7 @@ def observation_spec(sizes: BatchSizes) -> BatchSpec:
     return spec
 
 
-def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True) -> BatchSpec:
+def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True, corrections: bool = False) -> BatchSpec:
     """The spec of `ChunkBatch`."""
     size, observations = sizes.batch, observation_spec(sizes)
     steps, number = Spec((size, sizes.horizon), "float32"), Spec((size,), "float32")
@@ -194,7 +203,8 @@ def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True) -> BatchSpe
         "critic_actions": Spec((size, sizes.critic_horizon, sizes.action_dim), "float32"),
         **dict.fromkeys(("rewards", "masks", "valid", "terminals"), steps),
         **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
-        "length": Spec((size,), "int32"),
+        **dict.fromkeys(("length", "episode"), Spec((size,), "int32")),
+        **({"acted_by": Spec((size, sizes.horizon), "int32")} if corrections else {}),
     }
 
 
@@ -224,3 +234,6 @@ class Rollout:
     """The environment's pictures by their observation keys, at the steps in `frame_steps`."""
     frame_steps: Int[Array, "n"]
     """The steps there are pictures of: all of them, or those in `starts`."""
+    notes: Mapping[str, Array] = field(default_factory=dict)
+    """What an exploring policy noted of its plans, in the order of `starts`. One entry more is of the observation that
+    an episode ended with that was cut off, for policies that look at it."""

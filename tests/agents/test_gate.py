@@ -68,7 +68,7 @@ def make(**changes) -> ACRLPD:
             real_action_dim=2,
             critic_horizon=HORIZON,
         ),
-        config=ACRLPDConfig(num_action_samples=2, flow_steps=2, bc_loss_weight=0.0, **changes),
+        config=ACRLPDConfig(num_action_samples=2, flow_steps=2, bc_loss_weight=0.0, members="all", **changes),
         policy_learner=Learner(tx=optax.sgd(1.0)),
         critic_learner=Learner(tx=optax.sgd(0.1)),
     )

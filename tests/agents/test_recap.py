@@ -25,6 +25,7 @@ from pirl.models.critic import make_critic
 from pirl.models.critic_config import CriticConfig
 from pirl.models.mlp import MLPFlow
 from pirl.models.observation import Observation
+from pirl.records import AUTONOMOUS, BLAMED, CORRECTED
 
 SIZE, HORIZON, DIM, REAL, CRITIC_HORIZON, STATE, DRAWS = 8, 3, 3, 2, 2, 4, 2
 POLICY = MLPFlow(MLPFlowConfig(state_dim=STATE, action_dim=DIM, horizon=HORIZON, hidden=(6,)))
@@ -45,7 +46,7 @@ NAIVE: Any = SimpleNamespace(
 
 
 @functools.cache
-def make(*, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0) -> RECAP:
+def make(*, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0, heed: bool = False) -> RECAP:
     config = RECAPConfig(
         discount=DISCOUNT,
         positive_share=SHARE,
@@ -53,6 +54,7 @@ def make(*, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0) -> RECA
         guidance=guidance,
         condition_rate=CONDITION_RATE,
         value_warmup_steps=warmup,
+        heed_corrections=heed,
         flow_draws=DRAWS,
         policy_ema_decay=DECAY,
         accumulate=accumulate,
@@ -98,7 +100,11 @@ def make_batch() -> dict:
         "mc_return": np.array([0.3, 0.9, 1, 0, 0.5, np.nan, np.nan, 0.8]),
     }
     cast = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
-    return cast | {"length": jnp.asarray([2, 2, 2, 1, 2, 1, 1, 2], jnp.int32)}
+    acted_by = np.full((SIZE, HORIZON), AUTONOMOUS)
+    acted_by[0], acted_by[1], acted_by[2], acted_by[3] = CORRECTED, CORRECTED, BLAMED, BLAMED
+    acted_by[4, 1:] = CORRECTED
+    more = {"length": np.array([2, 2, 2, 1, 2, 1, 1, 2]), "acted_by": acted_by}
+    return cast | {name: jnp.asarray(column, jnp.int32) for name, column in more.items()}
 
 
 @functools.cache
@@ -125,7 +131,8 @@ def shifted(policy: dict, vector: np.ndarray) -> dict:
     return policy | {"dense_0": first | {"bias": first["bias"] + vector}}
 
 
-def test_one_update_is_numpys() -> None:
+@pytest.mark.parametrize("heed", [False, True])
+def test_one_update_is_numpys(heed: bool) -> None:
     state, batch = make_state(), doubles(make_batch())
     policy, told, critic = (doubles(state.params[name]) for name in ("policy", "condition", "critic"))
     acting = doubles(state.ema["policy"])
@@ -140,6 +147,10 @@ def test_one_update_is_numpys() -> None:
     advantage = batch["reward_sum"] + bootstrap - value(critic, seen)
     better = advantage > -0.1
     assert 0 < better.sum() < SIZE
+    if heed:
+        by_value, better = better, better.copy()
+        better[:2], better[2:4] = True, False
+        assert not by_value[:2].all() or by_value[2:4].any()  # corrections change something
 
     def loss(groups: dict) -> float:
         def flow_loss(vector: np.ndarray) -> np.ndarray:
@@ -156,7 +167,7 @@ def test_one_update_is_numpys() -> None:
         return naive.error(NAIVE, out, batch["mc_return"][known]).mean()
 
     grads = naive.gradient(loss, {"policy": policy, "condition": told})
-    new, metrics = updated()
+    new, metrics = updated(heed=heed)
     step = naive.mapped(lambda x, g: x - POLICY_RATE * g, {"policy": policy, "condition": told}, grads)
     close(new.params["policy"], step["policy"])
     moved = naive.mapped(lambda x, g: x - CONDITION_RATE * POLICY_RATE * g, told, grads["condition"])

@@ -63,7 +63,7 @@ def test_a_folder_beside_the_run_that_has_the_name_of_its_deletion_is_kept(tmp_p
     with pytest.raises(CheckpointError, match=r"thesis\.tex"):
         prepare_directory(run, overwrite=True)
     assert (other / "thesis.tex").exists()
-    prepare_directory(run, fresh_if_missing=True)
+    prepare_directory(run, resume=True, fresh_if_missing=True)
     assert (other / "thesis.tex").exists()
 
 

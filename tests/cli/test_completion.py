@@ -72,7 +72,7 @@ def test_settings_are_those_of_the_recipe(ask) -> None:
     assert ask("pirl train ript_tabletop --agent.gr") == ["--agent.group-size", "--agent.groups-per-iteration"]
     assert ask("pirl plan debug --mesh.") == ["--mesh.fsdp"]
     assert ask("pirl train debug --batch-size 3 --no-w") == ["--no-wandb"]
-    assert ask("pirl train debug --re") == ["--resume"]
+    assert ask("pirl train debug --res") == ["--resume"]
     # A part that is not set has settings too.
     assert "--early-stop.patience" in ask("pirl train debug --early-stop.p")
     # What has flags of its own takes dotted settings only.

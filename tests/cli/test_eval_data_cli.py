@@ -1,5 +1,6 @@
 """`pirl eval CHECKPOINT --data`: the numbers of training again, two checkpoints compared, and what it refuses."""
 
+import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pirl.agents.config import ACRLPDConfig
+from pirl.agents.config import ACRLPDConfig, QCFQLConfig
 from pirl.checkpoints.run_directory import complete_steps
 from pirl.cli import app
 from pirl.config import RLTrainConfig
@@ -43,8 +44,33 @@ def test_a_finished_checkpoint_has_the_numbers_that_training_logged(
     assert "rank_correlation" in shown
     assert "40 rows of 6 episodes of synthetic (held out): 4 successes, 2 failures" in shown
     assert str(file) in shown
+    lines = list(csv.DictReader(file.with_name("samples.csv").open()))
+    assert len(lines) == found["result"]["rows"]
+    loss = [float(line["flow_loss"]) for line in lines if line["outcome"] == "1"]
+    assert sum(loss) / len(loss) == pytest.approx(logged["held_out/flow_loss"], rel=1e-5)
+    worst = max(lines, key=lambda line: float(line["flow_loss"]))
+    assert f"{float(worst['flow_loss']):.3g} (episode {worst['episode']}, step {worst['step']})" in shown
     assert app.main(["eval", str(run.run_dir), "--data", "--json"]) == 0  # the same again may be written again
     assert json.loads(capsys.readouterr().out) == found
+
+
+def test_a_student_is_measured_without_the_flow_it_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flow's loss is known in training; a checkpoint that acts has one network, and the other numbers are its."""
+    agent = QCFQLConfig(discount=0.9, augment=False, flow_steps=2, policy_ema_decay=0.9)
+    held_out = HeldOutConfig(interval=5, rows=48, candidates=3)
+    config = small_run(tmp_path, agent, held_out=held_out, num_train_steps=5)
+    config = replace(config, data=replace(config.data, held_out=0.03))
+    assert train(config) == 0
+    *_, logged = [one["values"] for one in records(config.run_dir) if "held_out/auc" in one["values"]]
+    capsys.readouterr()
+    assert app.main(["eval", str(config.run_dir), "--data", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["result"]["metrics"]
+    of_flow = {name for name in logged if name.startswith("held_out/flow_loss")}
+    assert of_flow == logged.keys() - found.keys()
+    assert len(of_flow) == 2
+    assert found == pytest.approx({name: value for name, value in logged.items() if name not in of_flow}, rel=1e-5)
 
 
 def test_two_checkpoints_on_the_same_rows(run: RLTrainConfig, capsys: pytest.CaptureFixture[str]) -> None:

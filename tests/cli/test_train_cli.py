@@ -237,6 +237,7 @@ def test_plan_passes_the_recipe_on(
     ]
     shown = plan_of(capsys, *(devices + settings if where == "before" else settings + devices))
     config = asked.pop("config")
+    assert callable(asked.pop("say"))
     assert asked == {"device_gb": 24.0, "devices": 4, "choose": True}
     assert config.model.vlm.width == 64
     assert (config.batch_size, config.mesh.fsdp, config.freeze_rule, len(config.cameras)) == (8, 2, "lora", 2)
@@ -247,7 +248,7 @@ def test_plan_passes_the_recipe_on(
 
 def test_plan_says_how_to_split_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     shown = plan_of(capsys, "debug_bc", "--device-gb", "0.05", "--batch-size", "4096")
-    parts = int(shown.rsplit("--agent.accumulate ", 1)[1])
+    parts = int(shown.rsplit("--agent.accumulate ", 1)[1].removesuffix(", which `auto` chooses\n"))
     assert parts > 1
     again = plan_of(capsys, "debug_bc", "--device-gb", "0.05", "--batch-size", "4096", "--agent.accumulate", str(parts))
     assert "--agent.accumulate" not in again

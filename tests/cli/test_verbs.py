@@ -12,6 +12,8 @@ import pytest
 
 from golden_data import FAMILIES, HERE, STATIC
 from pirl import recipes
+from pirl.agents.config import ACRLPDConfig, RLTokenConfig
+from pirl.checkpoints.handover import BESIDE
 from pirl.checkpoints.run_metadata import as_json
 from pirl.checkpoints.weights import load_openpi, load_pytorch
 from pirl.cli import app, export
@@ -280,6 +282,21 @@ def test_a_run_says_how_long_its_chunks_are_and_how_its_adapters_are_scaled(
     pirl(capsys, "export", "openpi", step, "--out", tmp_path / "jax", "--name", "box")
     assert "name='box'" in (tmp_path / "jax" / "openpi_config.py").read_text()
     pirl(capsys, "export", "openpi", step, "--out", tmp_path / "jax", "--overwrite")
+
+
+def test_what_was_learned_beside_the_policy_is_not_exported_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = DataConfig(robot="aloha", tokenizer="byte")
+    trained = replace(recipes.get_config("bc_aloha_fold"), model=PI0.config, data=data)
+    step = Path(shutil.copytree(PI0.step_dir, tmp_path / "run" / "7"))
+    (step / "extra").mkdir()
+    for agent, beside in ((RLTokenConfig(), True), (ACRLPDConfig(actor="best_of_n"), True), (ACRLPDConfig(), False)):
+        told = to_dict(replace(trained, agent=agent))
+        (step / "extra" / "metadata.json").write_text(json.dumps({"config": as_json(told)}))
+        assert app.main(["export", "openpi", str(step), "--out", str(tmp_path / "out"), "--overwrite"]) == 0
+        assert (BESIDE in " ".join(capsys.readouterr().err.split())) == beside
+        assert (f"# Mind: {BESIDE}" in (tmp_path / "out" / "openpi_config.py").read_text()) == beside
 
 
 def test_a_checkpoint_without_statistics_is_exported_with_a_warning(

@@ -432,7 +432,7 @@ def good_batch(size=3, horizon=4, h=2):
         "critic_actions": floats(size, h, 2),
         **{key: floats(size, horizon) for key in ("rewards", "masks", "valid", "terminals")},
         **{key: floats(size) for key in ("next_terminal", "sequence_mask", "reward_sum", "mc_return")},
-        "length": np.zeros(size, np.int32),
+        **{key: np.zeros(size, np.int32) for key in ("length", "episode")},
     }
 
 

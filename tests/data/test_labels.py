@@ -286,7 +286,7 @@ def test_a_new_column_where_there_was_none(dataset_copy: Copy) -> None:
 
 def test_nothing_is_written_where_a_verdict_is_missing(dataset_copy: Copy) -> None:
     root = unlabelled(dataset_copy("v21_video"))
-    with pytest.raises(DataError, match="nobody has labelled it"):
+    with pytest.raises(DataError, match="has no labels"):
         write_success(root)
     give(root, 0, "success")
     give(root, 1, "unsure")

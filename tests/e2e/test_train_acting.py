@@ -77,6 +77,17 @@ def test_a_run_learns_and_says_so(ript: RLTrainConfig) -> None:
     assert all(np.any(np.asarray(before[name]) != np.asarray(after[name])) for name in before)
 
 
+def test_evaluations_are_filmed(ript: RLTrainConfig) -> None:
+    """The first success and the first failure of each, and all in one picture."""
+    for step in range(6):
+        names = {path.name for path in (ript.run_dir / "films" / str(step)).iterdir()}
+        films = {name.partition("-")[0] for name in names if name.endswith(".mp4")}
+        (line,) = (x for x in records(ript.run_dir) if x["step"] == step and "eval/success_rate" in x["values"])
+        rate = line["values"]["eval/success_rate"]
+        assert films == {kind for kind, some in (("success", rate > 0), ("failure", rate < 1)) if some}
+        assert "filmstrip.png" in names
+
+
 def test_the_best_is_kept_in_openpi_s_layout(ript: RLTrainConfig) -> None:
     """Of equals the later one; step 0 was evaluated, but not saved."""
     rates = {

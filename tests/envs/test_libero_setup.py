@@ -72,7 +72,7 @@ def test_assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PIRL_LIBERO_ASSETS", raising=False)
     if find_spec("libero") is None:
-        with pytest.raises(EnvError, match=r"are not in .*\.cache/libero/assets[\s\S]*download them once"):
+        with pytest.raises(EnvError, match=r"are not in .*\.cache/libero/assets[\s\S]*libero_install"):
             find_assets(None)
     with pytest.raises(EnvError, match=r"are not in .*/nowhere[\s\S]*--env.assets"):
         find_assets(str(tmp_path / "nowhere"))

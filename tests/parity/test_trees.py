@@ -74,12 +74,12 @@ def test_freeze_rules():
     shapes = pi0.param_shapes(config)
     trains = {
         rule: {p for p, t in flatten(freeze.trainable_mask(shapes, config, rule)).items() if t}
-        for rule in ("full", "vlm_frozen", "expert_only")
+        for rule in ("full", "vlm_frozen", "expert_only", "frozen")
     }
     everything = set(flatten(shapes))
     heads = {p for p in everything if not p.startswith("PaliGemma/")}
     expert = {p for p in everything if "_1" in p and "llm" in p}
-    assert trains == {"full": everything, "vlm_frozen": heads | expert, "expert_only": expert}
+    assert trains == {"full": everything, "vlm_frozen": heads | expert, "expert_only": expert, "frozen": set()}
     assert count(flatten(shapes)[p] for p in expert) == 311_464_960
     assert freeze.default_rule(config) == "full"
     assert freeze.default_rule(replace(config, expert=LORA_EXPERT)) == "lora"

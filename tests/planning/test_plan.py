@@ -20,8 +20,9 @@ from pirl.config_io import from_dict
 from pirl.errors import ConfigError
 from pirl.kernels import attention, gated
 from pirl.models.config import PRESETS, Pi0Config
+from pirl.planning.choices import with_choices
 from pirl.planning.memory import GIB, gib
-from pirl.planning.plan import BY_SPEED, batch_shapes, choose_remat, plan, with_choices
+from pirl.planning.plan import BY_SPEED, batch_shapes, decide, plan
 from pirl.recipes import aloha, droid, get_config, libero
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "measured_memory.json").read_text())
@@ -191,11 +192,42 @@ def test_the_least_rematerialisation_that_fits_is_chosen() -> None:
     assert peaks["none"] > peaks["names"] > peaks["full"]
     for remat in ("none", "names", "full"):
         room = 1.001 * peaks[remat] / GIB
-        assert choose_remat(config, device_gb=room, usable_fraction=1.0) == remat
+        assert decided(config, room) == (remat, 1, 1, True)
         alike = replace(config, model=replace(config.model, remat=remat))
         assert plan(alike, device_gb=room, usable_fraction=1.0, choose=True).chosen == remat
-    assert choose_remat(config, device_gb=1e-4) == "full", "where nothing fits, what needs least"
-    assert choose_remat(config, device_gb=None) == "none", "a CPU"
+    assert decided(config, 1e-4) == ("full", 1, 1, False), "where nothing fits, what needs least"
+    assert decided(config, None) == ("none", 1, 1, True), "a CPU"
+
+
+def test_what_does_not_fit_at_once_is_shared_and_then_split() -> None:
+    """The state on one device and on two: with less room, more devices share it, and at last the batch is in parts."""
+    config = small("bc_aloha_fold", batch_size=64, data={"cameras": ["base_0_rgb"]}, agent={"ema_decay": None})
+    wide = replace(config.model.vlm, width=1024, mlp_dim=4096)  # type: ignore[union-attr]
+    config = from_dict(RLTrainConfig, {"model": {"remat": "full"}}, base=config)
+    config = replace(config, model=replace(config.model, vlm=wide))  # type: ignore[arg-type]
+    set_to = {n: replace(config, mesh=replace(config.mesh, fsdp=n)) for n in (1, 2)}
+    alone, two = (plan(one, device_gb=8, devices=2).peak for one in set_to.values())
+    assert alone > 1.2 * two, "large enough to be shared"
+    assert decided(config, 1.001 * alone / GIB, devices=2) == ("full", 1, 1, True)
+    assert decided(config, 1.001 * two / GIB, devices=2) == ("full", 2, 1, True)
+    assert plan(config, device_gb=1.001 * two / GIB, devices=2, usable_fraction=1.0).fsdp == 2, "`pirl plan` agrees"
+    room, split = 0.999 * alone / GIB, replace(set_to[2], batch_size=1024)
+    parts = plan(split, device_gb=room, devices=2, usable_fraction=1.0).accumulate
+    assert parts is not None
+    assert parts > 1
+    assert decided(replace(config, batch_size=1024), room, devices=2) == ("full", 2, parts, True)
+    kept = replace(split, agent=replace(split.agent, accumulate=2))
+    assert decided(kept, room, devices=2)[2:] == (2, False), "what is set stays"
+
+
+def decided(config: RLTrainConfig, room: float | None, devices: int = 1) -> tuple[str, Any, int, bool]:
+    """(remat, fsdp, parts, whether that fits) of `auto`."""
+    free = {"model": {"remat": "auto"}} if config.mesh.fsdp == "auto" and devices == 1 else {}
+    found, fits = decide(
+        from_dict(RLTrainConfig, free, base=config), device_gb=room, devices=devices, usable_fraction=1
+    )
+    assert isinstance(found.model, Pi0Config)
+    return found.model.remat, found.mesh.fsdp, found.agent.parts, fits
 
 
 class _Device:

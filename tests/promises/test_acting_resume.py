@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from collecting_runs import make_trouble, online_run, ript_run, saving, traced_once
+from collecting_runs import make_trouble, online_run, ppo_run, ript_run, saving, traced_once
 from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.errors import EnvError, PirlWarning
@@ -22,7 +22,7 @@ from pirl.rollout.config import EvalConfig
 from pirl.training.loop import train
 from small_runs import assert_same_bits, compiled_once, position_of, records, restored, steps_of, table
 
-RUNS = {"ript": (ript_run, 4, 2), "online": (online_run, 8, 4)}
+RUNS = {"ript": (ript_run, 4, 2), "online": (online_run, 8, 4), "ppo": (ppo_run, 4, 2)}
 """The run, its steps, and the step it is saved at before the last."""
 
 
@@ -51,7 +51,12 @@ def online(tmp_path_factory: pytest.TempPathFactory, cache: dict) -> RLTrainConf
     return straight("online", tmp_path_factory.mktemp("online"))
 
 
-@pytest.fixture(params=["ript", "online"])
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory, cache: dict) -> RLTrainConfig:
+    return straight("ppo", tmp_path_factory.mktemp("ppo"))
+
+
+@pytest.fixture(params=["ript", "online", "ppo"])
 def untouched(request: pytest.FixtureRequest) -> RLTrainConfig:
     return request.getfixturevalue(request.param)
 
@@ -95,7 +100,7 @@ def test_evaluation_changes_nothing(ript: RLTrainConfig) -> None:
     assert records(config.run_dir) == trained
 
 
-@pytest.mark.parametrize(("kind", "moments"), [("ript", (16, 3)), ("online", (21, 3))])
+@pytest.mark.parametrize(("kind", "moments"), [("ript", (16, 3)), ("online", (21, 3)), ("ppo", (16, 3))])
 def test_stopped_in_the_middle_of_a_collection(
     kind: str, moments: tuple[int, int], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, CriticNFTConfig, DSRLConfig, QCFQLConfig
 from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.training.config import SGD, ConstantSchedule, MeshConfig
@@ -74,12 +74,12 @@ out["stopped"] = loop.train(replace(config, num_train_steps=1000))
 out["devices"] = [len(jax.devices()), len(jax.local_devices())]
 (folder / f"{jax.process_index()}.json").write_text(json.dumps(out))
 """
-RUNS = ("rl_copies", "rl_shared", "bc_shared")
+RUNS = ("rl_copies", "rl_shared", "bc_shared", "rl_nft", "rl_fql", "rl_frozen")
 STEPS = 3
 
 
 def configurations(folder: Path) -> dict[str, RLTrainConfig]:
-    """ACRLPD with all it has, weights copied or shared; behaviour cloning with matrices of 4 MiB, shared.
+    """ACRLPD with all it has, weights copied or shared; behaviour cloning with matrices of 4 MiB, shared; DSRL.
 
     Plain gradient descent: Adam would blow the last bits of a vanishing gradient up to a whole step.
     """
@@ -98,6 +98,13 @@ def configurations(folder: Path) -> dict[str, RLTrainConfig]:
     wide = replace(small, model=replace(small.model, hidden=(1024, 1024, 1024, 1024)))
     shared = MeshConfig(fsdp=8)
     made = {"rl_copies": rl, "rl_shared": replace(rl, mesh=shared), "bc_shared": replace(wide, mesh=shared)}
+    nft = CriticNFTConfig(discount=0.9, num_action_samples=2, flow_steps=2)
+    fql = QCFQLConfig(discount=0.9, num_action_samples=2, flow_steps=2)
+    one_step = replace(rl.rollout, flow_steps=1)
+    made |= {"rl_nft": replace(rl, agent=nft, mesh=shared)}
+    made |= {"rl_fql": replace(rl, agent=fql, rollout=one_step, mesh=shared)}
+    frozen = DSRLConfig(discount=0.9, num_action_samples=2, flow_steps=2, actor_hidden=(16,), accumulate=2)
+    made["rl_frozen"] = replace(small_run(folder, frozen, **common), mesh=shared)
     return {name: replace(config, exp_name=name) for name, config in (made | {"small": small}).items()}
 
 
@@ -169,10 +176,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         with compiled_once(tmp_path_factory.mktemp("programs")):
             configs = configurations(tmp_path_factory.mktemp("one"))
             rl, bc = configs["rl_copies"], replace(configs["bc_shared"], mesh=MeshConfig())
-            assert train(rl) == train(bc) == 0
+            others = {name: replace(configs[name], mesh=MeshConfig()) for name in ("rl_nft", "rl_fql", "rl_frozen")}
+            assert [train(config) for config in (rl, bc, *others.values())] == [0] * 5
             eight = eight.finish()
             two = start(tmp_path_factory.mktemp("two"), 2, ("rl_copies", "bc_shared")).finish()
-            yield Runs({"rl_copies": rl, "rl_shared": rl, "bc_shared": bc}, eight, two)
+            yield Runs({"rl_copies": rl, "rl_shared": rl, "bc_shared": bc, **others}, eight, two)
     finally:
         for child in eight.children:
             child.kill()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pirl.agents.agent import Choice
 from pirl.data.chunks import chunk_actions, known_steps, tabulate
 from pirl.data.robots import make_robot
 from pirl.data.transforms import Transform
@@ -140,6 +141,42 @@ def test_chunks_read_the_plans_as_they_are_meant(rollouts: dict[int, Rollout]) -
     np.testing.assert_array_equal(actions[6], plans[6])
     np.testing.assert_array_equal(actions[2], rollout.episode.actions[2:6])  # what was done goes before what was meant
     np.testing.assert_array_equal(actions[5], [*rollout.episode.actions[5:], *[rollout.episode.actions[6]] * 2])
+
+
+def exploring(weights: Any, observation: Any, keys: Any) -> Choice:
+    """The same plans, with what they were made of noted down."""
+    chunk = act(weights, observation, keys)
+    return Choice(chunk, notes={"noise": chunk - 0.1 * observation.state[:, None, :2], "seen": observation.state[:, 0]})
+
+
+@pytest.mark.parametrize("last_look", [False, True])
+def test_rollouts_keep_what_was_noted(last_look: bool, rollouts: dict[int, Rollout]) -> None:
+    """Of every plan; and of the last observation, where an episode was cut off and the policy looks at it."""
+    transform = POLICY.transform
+    noting = ChunkPolicy(exploring, transform, batch_size=5, execute=EXECUTE, cameras=())
+    found = collected(JOBS, act=noting.use(jnp.float32(0.5), jax.random.key(0)), last_look=last_look)
+    cut = 0
+    for number, rollout in found.items():
+        plain, plans = rollouts[number], len(rollout.starts)
+        assert plain.notes == {}
+        np.testing.assert_allclose(rollout.episode.actions, plain.episode.actions, atol=1e-6)
+        looked = last_look and bool(rollout.episode.truncated[-1])
+        cut += looked
+        assert {name: len(values) for name, values in rollout.notes.items()} == dict.fromkeys(
+            ("noise", "seen"), plans + looked
+        )
+        np.testing.assert_array_equal(rollout.notes["seen"][:plans], rollout.episode.state[rollout.starts, 0])
+        chunks = rollout.notes["noise"][:plans] + 0.1 * rollout.episode.state[rollout.starts][:, None, :2]
+        assert rollout.episode.intended is not None
+        np.testing.assert_allclose(chunks, rollout.episode.intended[rollout.starts], atol=1e-6)
+        if looked:
+            env = CountingEnv()
+            env.begin(rollout.context)
+            for action in rollout.episode.actions:
+                env.act(action)
+            np.testing.assert_array_equal(rollout.notes["seen"][-1], env.observe()["state"][0])
+    assert (cut > 0) == last_look
+    assert cut < len(found)
 
 
 @pytest.mark.parametrize("every", [False, True])

@@ -54,11 +54,21 @@ def test_round_trip(tmp_path: Path) -> None:
         rollout(2, success=False),
         rollout(3, success=None),
         replace(rollout(4), episode=replace(rollout(4).episode, intended=None)),
+        replace(rollout(5), notes={"path": np.ones((3, 2, 4), np.float32), "value": np.float32([0.1, 0.2, 0.3])}),
     ]
     names = save_rollouts(tmp_path / "new" / "folder", given)
     assert [plain(found) for found in load_rollouts(tmp_path / "new" / "folder", names)] == [plain(r) for r in given]
     assert load_rollouts(tmp_path / "new" / "folder", names[3:4])[0].number == 3
     assert save_rollouts(tmp_path / "nothing", []) == []
+
+
+def test_rollouts_without_notes_have_the_names_they_always_had(tmp_path: Path) -> None:
+    """Files of earlier versions are read, and not written again under another name."""
+    (name,) = save_rollouts(tmp_path, [rollout(1)])
+    assert name == "00000001-9bdfc63a69eb4018.npz"
+    (other,) = save_rollouts(tmp_path, [replace(rollout(1), notes={"value": np.zeros(2, np.float32)})])
+    assert other != name
+    assert load_rollouts(tmp_path, [name])[0].notes == {}
 
 
 def test_files_are_written_once_and_other_histories_beside_them(tmp_path: Path) -> None:

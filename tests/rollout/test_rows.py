@@ -117,6 +117,25 @@ def test_a_batch_takes_rows_and_weights(rows: PlanRows) -> None:
     assert rows.batch(chosen, weight, fresh=False)["fresh"].tolist() == [0, 0, 0]
 
 
+def test_plans_bring_numbers_and_notes_of_their_own(rollouts: list[Rollout], policy: ChunkPolicy) -> None:
+    """One entry of notes more than plans is of the last observation, and belongs to no row."""
+    counts = [len(rollout.starts) for rollout in rollouts]
+    noted = [
+        replace(rollout, notes={"value": np.arange(count + number % 2, dtype=np.float32) + 10 * number})
+        for number, (rollout, count) in enumerate(zip(rollouts, counts, strict=True))
+    ]
+    gains = [np.arange(count) - 100.0 * number for number, count in enumerate(counts)]
+    rows = plan_rows(TRANSFORM, noted, {}, (BASE_CAMERA,), of_plans={"gain": gains}, notes=["value"])
+    expected = [[10 * number + i, i - 100 * number] for number, count in enumerate(counts) for i in range(count)]
+    assert np.stack([rows.notes["value"], rows.columns["gain"]], 1).tolist() == expected
+    batch = rows.batch(np.array([3, 0]), np.ones(2, np.float32), fresh=False)
+    assert batch["notes"]["value"].tolist() == [expected[3][0], expected[0][0]]
+    assert batch["gain"].dtype == np.float32
+    assert "notes" not in plan_rows(TRANSFORM, noted, {}, (BASE_CAMERA,)).batch(
+        np.array([0]), np.ones(1, np.float32), fresh=False
+    )
+
+
 def test_rollouts_may_count_the_same(rollouts: list[Rollout]) -> None:
     """However many chunks each has; the mean over rows stays 1, and rows that fill up a batch stay 0."""
     shorter = [rollouts[0], cut(rollouts[1], plans=1)]
@@ -164,6 +183,8 @@ def test_the_first_row_has_the_shapes_of_the_others(rows: PlanRows, policy: Chun
     like = rows.batch(chosen, weight, fresh=True)
     shapes = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree) for tree in (made, like)]
     assert shapes[0] == shapes[1]
+    noted = first_rows(policy, begun.observation, HORIZON, [], {"path": (3, 2), "step": ()})
+    assert {name: values.shape for name, values in noted.notes.items()} == {"path": (1, 3, 2), "step": (1,)}
 
 
 @given(count=st.integers(1, 200), batch_size=st.integers(1, 40), seed=st.integers(0, 99))

@@ -1,6 +1,7 @@
 """ALOHA: exact starts, gym-aloha's own pictures and stages, and experts that solve both tasks."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,6 +92,36 @@ def test_pictures_are_gym_alohas_unless_they_are_fast(make: Make) -> None:
     fast.begin(Context(TRANSFER, 5))
     difference = np.abs(fast.observe()["images/cam_high"].astype(int) - seen["images/cam_high"])
     assert 0 < difference.mean() < 25  # the same scene, without its shadows
+
+
+@pytest.mark.parametrize("task", [TRANSFER, INSERTION])
+def test_experts_do_not_flip_their_wrists(make: Make, task: str) -> None:
+    """Past its straight pose a wrist could turn half a circle to either side, and a policy cannot imitate both."""
+    make()
+    from pirl.envs.aloha_expert import AlohaDials, demonstrate
+
+    config = AlohaConfig(task="transfer" if task == TRANSFER else "insertion")
+    contexts, dials = [Context(task, init) for init in range(4)], AlohaDials(grasp_error=0.006, action_noise=0.005)
+    for rollout in demonstrate(config, contexts, dials=dials, pictures=False):
+        assert np.abs(rollout.episode.actions[:, [3, 5, 10, 12]]).max() < 2.2
+
+
+def test_wrong_choices_fail_and_leave_the_noise_as_it_is(make: Make) -> None:
+    make()
+    from pirl.envs.aloha_expert import AlohaDials, demonstrate
+
+    contexts = [Context(TRANSFER, init) for init in range(4)]
+
+    def acted(**dials: float) -> list[Any]:
+        made = AlohaDials(time_scale=0.7, action_noise=0.005, **dials)
+        return [one.episode for one in demonstrate(AlohaConfig(max_steps=200), contexts, dials=made, pictures=False)]
+
+    well, misses, drops = acted(), acted(miss=1.0), acted(let_go=1.0)
+    assert [episode.success for episode in well] == [True] * 4
+    assert not any(episode.success for episode in (*misses, *drops))
+    begin = slice(0, 100)  # until the script's step 150, at 0.7 of its duration, the one that lets go does as well
+    for one, other in zip(well, drops, strict=True):
+        np.testing.assert_array_equal(one.actions[begin], other.actions[begin])
 
 
 def test_experts_solve_both_tasks_and_success_ends_the_episode(make: Make) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of transformers that act: from weights that were prepared once, as from those that were saved."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from acting_runs import fresh_state, save_run, walking
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, RIPTConfig, RLTokenConfig
+from pirl.errors import CheckpointError
 from pirl.models.config import PRESETS
 from pirl.training.acting import open_checkpoint
 
@@ -16,6 +18,8 @@ AGENTS = {
     "plain": BCConfig(),
     "best of three": ACRLPDConfig(actor="best_of_n", num_action_samples=3),
     "guided": RIPTConfig(loss="cfg", guidance=2.0),
+    "from chosen noise": DSRLConfig(flow_steps=3, actor_hidden=(8,)),
+    "edited": RLTokenConfig(actor_hidden=(8,)),
 }
 
 
@@ -34,4 +38,13 @@ def test_prepared_weights_act_as_saved_ones(name: str, tmp_path: Path) -> None:
     saved = acting.policy.use(fresh_state(config, 5), jax.random.key(1)).plan({0: seen}, {0: (0, 0)})[0]
     assert found.shape == (3, 2)
     np.testing.assert_allclose(found, saved, rtol=0, atol=1e-5)
-    assert np.abs(found - acting.chunk(seen, seed=2)).max() > 1e-2
+    differs = np.abs(found - acting.chunk(seen, seed=2)).max() > 1e-2
+    assert differs == (name != "from chosen noise")  # which is the same for the same observation
+
+
+def test_weights_alone_do_not_act_where_more_was_learned(tmp_path: Path) -> None:
+    step = save_run(walking(tmp_path, RLTokenConfig()), {5: 0.5}) / "5"
+    shutil.rmtree(step / "train_state")
+    with pytest.raises(CheckpointError, match="no train_state, and with it no actor or critic") as raised:
+        open_checkpoint(step)
+    assert "best-of" not in str(raised.value.hint)

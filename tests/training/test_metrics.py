@@ -15,15 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 
 from pirl.errors import ConfigError, PirlWarning
+from pirl.rollout.films import Film, write_filmstrip, write_video
 from pirl.training import metrics
 from pirl.training.console import grouped
 from pirl.training.metrics import DivergedError, MetricLog, Timers, check_finite, peak_flops
 from pirl.training.progress import Progress, track
-from pirl.training.sinks import ConsoleSink, Record, RunInfo, wandb_id
+from pirl.training.shown import InitialState, Shown
+from pirl.training.sinks import ConsoleSink, Record, RunInfo, TensorBoardSink, wandb_id
 
 
 class Clock:
@@ -181,21 +184,56 @@ def test_a_missing_service_is_one_warning(
     assert len(entries(tmp_path)) == 2
 
 
+def evaluated(folder: Path) -> Shown:
+    """A film, its strip and one initial state."""
+    film = Film(frames=np.zeros((3, 32, 32, 3), np.uint8), fps=5, success=True, number=3, caption="3: open")
+    return Shown(
+        films=(write_video(film, folder),),
+        strip=write_filmstrip([film], folder / "filmstrip.png"),
+        states=(InitialState(task="open", init=3, before=False, now=True),),
+    )
+
+
 def test_wandb_logs_a_run_and_its_resumption_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, offline: a run named as the loop names them, interrupted and resumed."""
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = RunInfo(project="robots", name="rl_fold_box/seed 3", config={"seed": 3})
+    shown = evaluated(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PirlWarning)  # a sink that fails only warns
         for steps, resumed in (((1, 2), None), ((3, 4), 2)):
             with MetricLog(tmp_path, ("wandb",), interval=2, run=run, resume_step=resumed) as log:
                 for step in steps:
                     log.log(step, {"policy/loss": jnp.float32(step)})
+                log.show(steps[-1], shown)
+            wandb.teardown()  # wandb 0.31 loses a run that is resumed within a second by the process that finished it
+    (film, *_) = (tmp_path / "wandb").glob("offline-run-*/files/media/videos/eval/films/*.mp4")
+    assert film.read_bytes() == shown.films[0].read_bytes()
+    assert len(list((tmp_path / "wandb").glob("offline-run-*/files/media/images/eval/filmstrip*.png"))) == 2
+    (table, *_) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/eval/states*.table.json")
+    assert json.loads(table.read_text())["data"] == [["open", 3, False, True]]
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [file.stem.removeprefix("run-") for file in files] == [wandb_id(run.name)] * 2
     assert all(b"policy/loss" in file.read_bytes() for file in files)
+
+
+def test_trackio_logs_a_run_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package, into a folder of its own; it is not among the developer tools, as it brings a web framework."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="needs trackio: pip install 'pirl[trackio]'")
+    run, shown = RunInfo(project="robots", name="fold/seed 3", group="seeds"), evaluated(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PirlWarning)
+        for steps, resumed in (((1, 2), None), ((3, 4), 2)):
+            with MetricLog(tmp_path, ("trackio",), interval=2, run=run, resume_step=resumed) as log:
+                for step in steps:
+                    log.log(step, {"policy/loss": jnp.float32(step)})
+                log.show(steps[-1], shown)
+    films = list((tmp_path / "trackio").glob("media/**/*.mp4"))
+    assert {film.parent.name for film in films} == {"2", "4"}
+    assert all(film.read_bytes() == shown.films[0].read_bytes() for film in films)
 
 
 def test_project_team_group_and_tags_reach_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +259,13 @@ def test_tensorboard_event_files_hold_what_was_logged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     with warnings.catch_warnings():
         warnings.simplefilter("error", PirlWarning)
-        log_constant(tmp_path, "tensorboard", steps=2)
-    (file,) = (tmp_path / "tensorboard").glob("events.*")
+        log_constant(tmp_path / "run", "tensorboard", steps=2)
+        sink = TensorBoardSink(tmp_path)
+        sink.show(2, evaluated(tmp_path))
+        sink.close()
+    (pictured,) = (tmp_path / "tensorboard").glob("events.*")
+    assert b"eval/filmstrip" in pictured.read_bytes()
+    (file,) = (tmp_path / "run" / "tensorboard").glob("events.*")
     assert b"loss" in file.read_bytes()
 
 

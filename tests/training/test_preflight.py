@@ -53,7 +53,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(config: RLTrainConfig, **modes: bool) -> None:
-    agent, mesh = build_agent(config), make_mesh(config.mesh.fsdp)
+    agent, mesh = build_agent(config), make_mesh(config.mesh.size)
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, jax.random.key(0)))
     preflight.check(config, agent, mesh, shapes, **modes)
 

@@ -64,7 +64,7 @@ class Hungry(BC):
 
     def update(self, state: Any, batch: Any, key: Any) -> Any:
         state, metrics = super().update(state, batch, key)
-        if self.config.accumulate < self.config.parts_that_fit:  # type: ignore[attr-defined]
+        if self.config.parts < self.config.parts_that_fit:  # type: ignore[attr-defined]
             metrics["waste"] = jnp.sort(jax.random.uniform(key, (2**45,)))[7]
         return state, metrics
 
@@ -131,7 +131,7 @@ def test_resumed_it_remembers_and_stays_bit_exact(tmp_path: Path, monkeypatch: p
         assert train(whole) == 0
     with pytest.warns(PirlWarning, match="goes back"):
         assert train(replace(pieces, num_train_steps=4)) == 0
-    with pytest.warns(PirlWarning, match=r"went back 1 time\(s\) and goes on with less: policy_schedule\.lr"):
+    with pytest.warns(PirlWarning, match=r"recovered 1 time\(s\) and keeps the changed settings: policy_schedule\.lr"):
         assert train(pieces, resume=True) == 0
     assert_same_bits(restored(pieces), restored(whole))
     assert records(pieces.run_dir) == records(whole.run_dir)
@@ -172,7 +172,7 @@ def test_what_does_not_help_ends_the_run(tmp_path: Path) -> None:
         train(config)
     assert steps_of(config) == [2, 4]
     assert [one.skipped for one in recovered.read(config.run_dir)] == [(4, 5), (2, 5)]
-    with pytest.warns(PirlWarning, match="went back 2"), pytest.raises(DivergedError):
+    with pytest.warns(PirlWarning, match="recovered 2"), pytest.raises(DivergedError):
         train(config, resume=True)  # a restart does not get new attempts
     assert len(recovered.read(config.run_dir)) == 2
 
@@ -192,9 +192,9 @@ def test_out_of_memory_it_goes_on_with_smaller_parts_and_frees_what_it_had(tmp_p
     SEEN.clear()
     with pytest.warns(PirlWarning, match=r"goes back to step 0 \(out of memory: RESOURCE_EXHAUSTED") as said:
         assert train(config) == 0
-    assert "agent.accumulate 1 -> 2" in str(said[0].message)
+    assert "agent.accumulate auto -> 2" in str(said[0].message)
     assert [one.changes for one in recovered.read(config.run_dir)] == [
-        {"agent.accumulate": (1, 2)},
+        {"agent.accumulate": ("auto", 2)},
         {"agent.accumulate": (2, 4)},
     ]
     assert max(SEEN) < SEEN[0] + 2**14, "arrays of an attempt that failed are still there"

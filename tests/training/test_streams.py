@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from collecting_runs import ENV, ONLINE, online_run, ript_run
+from collecting_runs import ENV, ONLINE, online_run, ppo_run, ript_run
 from pirl.agents.agent import TrainState
 from pirl.agents.config import RIPTConfig
 from pirl.agents.learner import Learner
@@ -28,11 +28,12 @@ from pirl.parallel.sharding import data_sharding, make_mesh
 from pirl.records import Context, Episode, Rollout
 from pirl.rollout.collect import Job
 from pirl.rollout.collector import Collector
-from pirl.rollout.config import CurriculumConfig
+from pirl.rollout.config import CurriculumConfig, EvalConfig
 from pirl.rollout.curriculum import Curriculum
-from pirl.rollout.policy import ChunkPolicy
+from pirl.rollout.policy import ChunkPolicy, row_keys
 from pirl.rollout.pool import LocalPool
 from pirl.training.build import build_acting, build_transform
+from pirl.training.evaluator import Evaluator
 from pirl.training.streams import DatasetStream, GroupStream, OnlineStream, Stream
 
 HORIZON, STEPS = 3, 4
@@ -226,6 +227,33 @@ def test_online_keeps_the_ratio_and_mixes_half_and_half(acting: tuple[OnlineStre
         assert ("online/episodes" in metrics) == due
         assert stream.metrics().keys() == {"time/stall_fraction"}  # of a collection once
     assert origin == [0] * 2 + [4] * 10
+
+
+def test_exploration_is_for_collecting_alone(tmp_path: Path) -> None:
+    """The same noise, the same observation: who collects departs from the ODE, who evaluates follows it."""
+    config = ppo_run(tmp_path, evaluation=EvalConfig(interval=1, episodes=1))
+    agent, transform = build_agent(config), build_transform(config)
+    state, seen = agent.init(jax.random.key(0)), {0: {"state": np.float32([0.1, 0.2])}}
+    with build_acting(config, agent, transform, make_mesh()) as (stream, evaluations):
+        assert isinstance(stream, GroupStream)
+        (evaluator,) = evaluations.parts
+        assert isinstance(evaluator, Evaluator)
+        policies = stream._collector.policy, evaluator._policy
+        explored, acted = (one.use(state, jax.random.key(1)).choose(seen, {0: (4, 0)})[0] for one in policies)
+        assert explored.notes.keys() == agent.notes.keys()
+        assert {name: values.shape for name, values in explored.notes.items()} == dict(agent.notes)
+        assert acted.notes == {}
+        observation = Observation(
+            images={}, image_masks={}, state=jnp.asarray(transform.low_dim(seen[0]["state"][None], None, [])["state"])
+        )
+        keys = row_keys(jax.random.key(1), np.array([[4, 0]], np.uint32))
+        found = transform.robot_actions(np.asarray(agent.act(state, observation, keys)), seen[0]["state"][None])[0]
+        np.testing.assert_allclose(acted.chunk, found, rtol=1e-5, atol=1e-5)
+        assert np.abs(explored.chunk - acted.chunk).max() > 1e-3
+        batch = stream.example()
+        wanted = agent.batch_spec(config.batch_sizes)
+        assert jax.tree.map(lambda x: x.shape, batch["notes"]) == {n: s.shape for n, s in wanted["notes"].items()}
+        assert batch.keys() == wanted.keys()
 
 
 def test_episodes_may_be_collected_by_the_best_of_several_chunks(tmp_path: Path) -> None:

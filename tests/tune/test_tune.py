@@ -209,7 +209,8 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(
     # The run it was in is gone on with; what is finished is not done again.
     assert len(lab.runs) == 7 + len(was_open)
     for trial in was_open:
-        assert lab.words[begun] == [*lab.words[begun - 1], "--resume"]
+        file, *rest = lab.words[begun - 1][1:]
+        assert lab.words[begun] == ["train", file, "--resume", *rest]
         assert lab.runs[begun].folder == Path(trial["run"])
     again = Lab()
     ending, trials = tune(asked, again, 7)
@@ -228,7 +229,7 @@ def test_a_run_that_somebody_else_stopped_ends_the_search_and_is_resumed(tmp_pat
     lab.trouble = lambda run: None
     ending, trials = tune(asked, lab, 3)
     assert (ending.finished, [trial["state"] for trial in trials]) == (True, ["done"] * 3)
-    assert lab.words[2][2:] == ["--overwrite"]  # there was no checkpoint yet
+    assert lab.words[2][2] == "--overwrite"  # there was no checkpoint yet
 
 
 def falls_behind(config: RLTrainConfig) -> list[float]:

@@ -2,6 +2,7 @@
 
     critic   y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
     actor    min E[ w · ‖v(x_t, t | s) - u‖² ]      w = min(exp(A/β), cap) / mean,  A = Q(s, a) - mean_n Q(s, a^n)
+             or with a learned V:                   A = Q(s, a) - V(s)
 
 The prefix of each observation is encoded once per step; its features serve the critic (which sends no gradient back),
 its keys and values the N candidates and the flow loss. Candidates are chosen by the online critic and valued by the
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pirl.agents import corrections
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Metrics, TrainState
 from pirl.agents.q_chunking import ActorAux, ActorPart, QChunking
@@ -37,6 +39,11 @@ class ACRLPD(QChunking):
     def compares(self) -> bool:
         """Plain Q-chunking imitates all alike."""
         return self.config.actor != "best_of_n" or self.config.calql_weight > 0
+
+    @property
+    def samples(self) -> bool:
+        """`distill` chooses among them, and their spread is the scale of advantages."""
+        return super().samples or self.config.actor == "distill" or self.config.scale_by_state
 
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """For `distill`, the policy that training started from.
@@ -72,17 +79,29 @@ class ACRLPD(QChunking):
             error = flow.squared_error(self.policy, params, context, chunks, part.draws)
             return flow.chunk_loss(error, valid=valid, dims=self.critic.real_action_dim)
 
-        imitation = cloned(part.actions, part.valid)
+        imitation = cloned(part.actions, self._imitated(part))
         if c.actor == "awr":
-            loss = imitation * jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
+            weight = jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
+            loss = imitation * self._raised(weight, part)
         elif c.actor == "distill":
             best = ob.take_candidate(candidates, ob.select_best(found.values))
             share = jnp.where(warm, c.bc_loss_weight, 1.0)
-            loss = share * imitation + (1 - share) * cloned(best, None)
+            loss = self._raised(share, part) * imitation + (1 - share) * cloned(best, None)
         else:
-            loss = imitation
+            loss = self._raised(jnp.ones(()), part) * imitation
         aux = ActorAux(inputs, candidates, found.members, advantage, spread, raw, imitation)
         return loss.mean(), jax.lax.stop_gradient(aux)
+
+    def _raised(self, weight: Array, part: ActorPart) -> Array:
+        """The weight of imitation, one or one per sample; of a person's chunks it is at least `correction_weight`."""
+        floor = self.config.correction_weight
+        if floor is None or part.acted_by is None:
+            return weight
+        return corrections.raised(jnp.broadcast_to(weight, len(part.actions)), part.acted_by, floor)
+
+    def _imitated(self, part: ActorPart) -> Float[Array, "B H"]:
+        """The steps to imitate: of a person's chunks not what the policy did after it got the robot back."""
+        return part.valid if part.acted_by is None else corrections.persons_own(part.valid, part.acted_by)
 
     def _candidates(self, params: Params, state: TrainState, context: Any, part: ActorPart) -> Float[Array, "B N H A"]:
         """N chunks of the policy at s; for `distill`, of the policy it started from."""
@@ -99,7 +118,7 @@ class ACRLPD(QChunking):
         beta, mean = state.scalars["beta"], state.scalars["mean_weight"]
         seen = aux.flow_loss > 0  # a row that the actor may not imitate costs nothing
         # Where the ensemble only differs by chance, no advantage is to be believed: all count the same.
-        ess = 1 - (1 - c.target_ess) * ob.agreement(aux.members.T) if c.heed_agreement else c.target_ess
+        ess = 1 - (1 - c.target_ess) * self.agreement(aux) if c.heed_agreement else c.target_ess
         fitted = jnp.clip(ob.fit_beta(aux.advantage, ess, c.weight_cap, seen), 1e-4 * (high - low), high - low)
         new_beta = jnp.exp((1 - BETA_RATE) * jnp.log(beta) + BETA_RATE * jnp.log(fitted))
         latest = jnp.where(seen.any(), ob.masked_mean(ob.awr_weights(aux.advantage, beta, c.weight_cap), seen), mean)
@@ -109,6 +128,10 @@ class ACRLPD(QChunking):
             new["spread"] = (1 - BETA_RATE) * state.scalars["spread"] + BETA_RATE * typical
         return state.scalars | new
 
+    def agreement(self, aux: ActorAux) -> Float[Array, ""]:
+        """The share of the advantages that is not noise."""
+        return ob.agreement(aux.members.T, halved=self.config.halved)
+
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
         """Advantages and their weights."""
         if not self.compares:
@@ -117,7 +140,7 @@ class ACRLPD(QChunking):
             "actor/advantage": aux.advantage.mean(),
             "actor/ess": ob.effective_sample_size(aux.weight, aux.flow_loss > 0),
             "actor/beta": state.scalars["beta"],
-            "actor/agreement": ob.agreement(aux.members.T),
+            "actor/agreement": self.agreement(aux),
         }
 
     def candidates_to_act(self, best_of: int | None) -> int:

@@ -67,6 +67,9 @@ class RECAPConfig(AgentConfig):
     """Guidance scale when acting: 1 is the policy told "better than usual"; more extrapolates. OpenPI serves 1."""
     condition_rate: Positive = 20.0
     """Learning rate of the condition, as a multiple of the policy's: it starts at zero and has to be heard."""
+    heed_corrections: bool = True
+    """Chunks that a person chose in place of the policy always count as better, and those in the `data.takeover_window`
+    steps before never do. Without LeRobot's column `intervention` it changes nothing."""
     value_warmup_steps: Natural = 0
     """For so many steps the policy is trained without the condition while the value learns."""
     flow_draws: Count = 1
@@ -78,6 +81,11 @@ class RECAPConfig(AgentConfig):
     def learns_values(self) -> bool:
         """A value of observations."""
         return True
+
+    @property
+    def heeds_corrections(self) -> bool:
+        """Where they decide what counts as better."""
+        return self.heed_corrections
 
     @property
     def guided(self) -> bool:
@@ -95,7 +103,7 @@ class RECAPConfig(AgentConfig):
 
     def small(self) -> "RECAPConfig":
         """The condition is learned at once."""
-        return replace(self, accumulate=min(self.accumulate, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
+        return replace(self, accumulate=min(self.parts, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
         """What the settings say: the histogram ends there."""

@@ -8,8 +8,9 @@ Add one of your own: a config (a subclass of `AgentConfig` whose `agent` names t
 `examples/08_own_agent.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from pirl.models.flow import Steer
 from pirl.models.observation import Observation
 from pirl.models.params import Params
 from pirl.models.policy import FlowPolicy
-from pirl.records import BatchSizes, BatchSpec, chunk_spec
+from pirl.records import BatchSizes, BatchSpec, Rollout, chunk_spec
 
 Metrics = dict[str, Array]
 """Scalars on the device, by slash-separated names such as `critic/loss`."""
@@ -63,6 +64,8 @@ class Choice(NamedTuple):
     """The critic's value of the chunk; None where nothing was compared."""
     spread: Float[Array, "B"] | None = None
     """Standard deviation of the values of all candidates."""
+    notes: dict[str, Array] | None = None
+    """What learning will need to know of how it was chosen: the arrays that `Agent.notes` names, rows in front."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,9 @@ class Lesson(NamedTuple):
     """Numbers of each rollout that its rows carry into the batch, such as `advantage`."""
     constants: Mapping[str, float]
     """Numbers that every row carries."""
+    of_plans: Mapping[str, Sequence[Float[np.ndarray, "_"]]] = MappingProxyType({})
+    """Numbers of each plan, for algorithms that judge plans apart: for each rollout of the groups, one after the other,
+    as many as it has plans."""
 
 
 class Agent:
@@ -155,7 +161,12 @@ class Agent:
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
         """Shapes and types of the batches that `update` takes."""
-        return chunk_spec(sizes, next_observations=self.config.learns_values)
+        c = self.config
+        return chunk_spec(sizes, next_observations=c.learns_values, corrections=c.heeds_corrections)
+
+    def imitator(self, state: TrainState) -> Params | None:
+        """The weights whose flow loss says how well the data are imitated; None where they are not in the state."""
+        return state.policy
 
     def served(self, state: TrainState) -> Params | None:
         """The weights for OpenPI, where they are neither the policy's nor its average; else None."""
@@ -180,9 +191,26 @@ class Agent:
 
     # Algorithms that learn from groups of their own rollouts (`config.groups`)
 
+    @property
+    def notes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of what `explore` notes of each plan. Rollouts keep it, and batches have it under `notes`."""
+        return {}
+
+    def explore(
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
+    ) -> Choice:
+        """What `act` does while it collects, for algorithms that then act differently (`config.explores`)."""
+        return Choice(self.act(state, observation, keys, best_of=best_of))
+
     def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
         """What complete groups of K rollouts teach, from the reward of each rollout."""
         raise NotImplementedError(f"{type(self).__name__}.prepare")
+
+    def lesson(self, groups: Sequence[Sequence[Rollout]]) -> Lesson:
+        """What complete groups of rollouts teach; by default from their successes alone."""
+        assert self.config.groups is not None
+        won = [[float(bool(rollout.episode.success)) for rollout in group] for group in groups]
+        return self.prepare(np.array(won).reshape(-1, self.config.groups.size))
 
     def moved_far(self, metrics: Mapping[str, Any]) -> bool:
         """Whether to end the iteration's passes early, from the metrics of the latest update."""

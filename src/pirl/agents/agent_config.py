@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
-from pirl.ranges import Checked, Count, Natural
+from pirl.ranges import Auto, Checked, Count, Natural
 from pirl.search import Item
 
 
@@ -23,6 +23,9 @@ class GroupPlan:
     """Passes over the rollouts."""
     even: bool = False
     """Whether all rollouts count the same, however many rows they have."""
+    last_look: bool = False
+    """Whether the policy also notes something of the observation that an episode ended with that was cut off, such as
+    its value."""
 
 
 class RewardRange(NamedTuple):
@@ -44,13 +47,16 @@ class AgentConfig(Checked):
     """The algorithm's class, as `module:Class`. A name, so that settings are read without jax."""
     replays: ClassVar[bool] = False
     """Whether it also learns from episodes that it collects (the `online` settings)."""
+    freezes_policy: ClassVar[bool] = False
+    """Whether no weight of the policy trains, whatever `freeze` says."""
     delays: ClassVar[bool] = False
     """Whether its flow loss heeds `real_time_delay`."""
 
     augment: bool = True
     """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
-    accumulate: Count = 1
-    """Split each batch into this many parts to save memory; the gradient is that of the whole batch."""
+    accumulate: Count | Auto = "auto"
+    """Split each batch into this many parts to save memory; the gradient is that of the whole batch. auto: the fewest
+    that fit."""
     real_time_delay: Natural = 0
     """Train for real-time chunking: the first d steps of each chunk are given without noise, and the loss is on the
     others; d is 0 to this. The most steps that a robot executes while it waits for a chunk. 0: off. π₀ only."""
@@ -63,8 +69,18 @@ class AgentConfig(Checked):
         return tuple(sorted(found, key=lambda kind: (not kind.__module__.startswith("pirl."), kind.__name__)))
 
     @property
+    def parts(self) -> int:
+        """Parts of each batch; 1 as long as `auto` is not decided."""
+        return 1 if self.accumulate == "auto" else self.accumulate
+
+    @property
     def learns_values(self) -> bool:
         """Whether it learns values: its batches then carry next observations, and a run has a critic."""
+        return False
+
+    @property
+    def heeds_corrections(self) -> bool:
+        """Whether it asks who chose each action, a policy or a person: its batches then carry `acted_by`."""
         return False
 
     @property
@@ -76,6 +92,16 @@ class AgentConfig(Checked):
     def only_chooses(self) -> bool:
         """Whether what it learns shows only in its choice among candidates: plain samples act as before training."""
         return False
+
+    @property
+    def one_step(self) -> bool:
+        """Whether its policy takes one Euler step from noise to chunk: with more it does not act as trained."""
+        return False
+
+    @property
+    def only_beside(self) -> bool:
+        """Whether what it learns stays beside the policy's weights: exported, they act as before training."""
+        return self.only_chooses
 
     @property
     def guided(self) -> bool:
@@ -91,6 +117,11 @@ class AgentConfig(Checked):
     def groups(self) -> GroupPlan | None:
         """The rollouts of one iteration; None for algorithms that do not need any."""
         return None
+
+    @property
+    def explores(self) -> bool:
+        """Whether it acts differently while it collects: by `Agent.explore`."""
+        return False
 
     @property
     def discount(self) -> float:
@@ -122,7 +153,7 @@ class AgentConfig(Checked):
 
     def small(self) -> "AgentConfig":
         """The same settings for a debug run: same code paths, least work."""
-        return replace(self, accumulate=min(self.accumulate, 2))
+        return replace(self, accumulate=min(self.parts, 2))
 
     def quick(self) -> "AgentConfig":
         """The same settings for a run of a few steps with the real model."""

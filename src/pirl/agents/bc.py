@@ -73,7 +73,7 @@ class BC(Agent):
             return per_sample.mean(), per_sample
 
         parts = (observation, actions, batch["valid"], draws)
-        value, per_sample, grads = accumulated(loss, trainable, parts, self.config.accumulate)
+        value, per_sample, grads = accumulated(loss, trainable, parts, self.config.parts)
         params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
         metrics = {
             "policy/loss": value,

@@ -3,22 +3,30 @@
     y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
 
 Candidates are chosen by the online critic and valued by the target critic. For the first `mc_steps`, y is the observed
-return itself, where it is known. No gradient leaves towards the policy.
+return itself, where it is known. No gradient leaves towards the policy. Two options, each a further head of the critic
+that learns the τ-expectile over the data of what a longer look says:
+
+    y = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}),   V(s) ≈ expectile_τ of Q̄(s, a)            (IQL, arXiv 2110.06169)
+    Q_P(s, a_0 … a_{k-1}) ≈ expectile_τ of Q̄(s, a_0 … a_{h-1}): it chooses, y counts on it     (DQC, arXiv 2512.10926)
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Agent, Metrics, TrainState
+from pirl.agents.ensemble import halves
+from pirl.agents.gate import said, stays_open
 from pirl.agents.learner import Learner, divided
-from pirl.agents.q_chunking_config import QChunkingConfig
+from pirl.agents.q_chunking_config import ChunkCriticConfig
 from pirl.models import flow
 from pirl.models.critic import Critic, CriticInputs
 from pirl.models.observation import Observation
@@ -42,7 +50,7 @@ class ChunkCritic(Agent):
 
     policy: FlowPolicy
     critic: Critic
-    config: QChunkingConfig
+    config: ChunkCriticConfig
     critic_learner: Learner
     """How the critic's weights learn."""
 
@@ -59,8 +67,18 @@ class ChunkCritic(Agent):
         return ob.HLGauss(*self.value_range, sizes.bins, sizes.sigma_ratio)
 
     def values(self, params: Params, embedding: Array, chunks: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
-        """Every member's value of N chunks per observation."""
-        return ob.critic_value(self.critic.config.loss, self.critic.score(params, embedding, chunks), self.support)
+        """Every member's value of N chunks per observation, by what chooses among them."""
+        return self.valued(params, embedding, chunks, self.config.partial_horizon)
+
+    def state_values(self, params: Params, embedding: Array) -> Float[Array, "E B"]:
+        """Every member's V(s)."""
+        nothing = jnp.zeros((embedding.shape[1], 1, 0, self.critic.real_action_dim))
+        return self.valued(params, embedding, nothing, 0)[..., 0]
+
+    def valued(self, params: Params, embedding: Array, chunks: Array, steps: int | None) -> Float[Array, "E B N"]:
+        """Every member's value of the first so many steps; None: of all that the critic looks at."""
+        out = self.critic.score(params, embedding, chunks, steps=steps)
+        return ob.critic_value(self.critic.config.loss, out, self.support)
 
     def successor(self, params: Params, observation: Observation, noise: Float[Array, "B N H A"]) -> Successor:
         """Encode s_{t+L} once and draw the policy's N candidates there."""
@@ -69,38 +87,84 @@ class ChunkCritic(Agent):
 
     def target(
         self, online: Params, target: Params, successor: Successor, batch: Any, key: Array
-    ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
-        """Y, by the best of N for the online critic, valued by the target critic; and what choosing it gains."""
+    ) -> tuple[Float[Array, "*E B"], Metrics]:
+        """Y, by V or by the best of N for the online critic, valued by the target critic; and what choosing gains."""
         inputs, candidates = successor
-        choice = self.values(online, self.critic.embed(online, inputs), candidates).mean(0)
-        best = ob.take_candidate(candidates, ob.select_best(choice))
-        value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
-        value = ob.aggregate(value, self.config.q_aggregation, key)
+        embedding, info = self.critic.embed(online, inputs), {}
+        if self.config.value == "expectile":
+            value = self.state_values(online, embedding)
+            value = value if self.config.halved else value.mean(0)
+        else:
+            choice = self.values(online, embedding, candidates).mean(0)
+            best = ob.take_candidate(candidates, ob.select_best(choice))
+            value = self.values(target, self.critic.embed(target, inputs), best[:, None])[..., 0]
+            value = self.joined(value, key)
+            info["critic/candidate_gain"] = (choice.max(1) - choice.mean(1)).mean()
         bootstrap = 1 - batch["next_terminal"]
         bounds = self.value_range if self.config.clip_targets else (-math.inf, math.inf)
         y = ob.td_target(batch["reward_sum"], self.config.discount, batch["length"], bootstrap, value, *bounds)
-        return y, choice.max(1) - choice.mean(1)
+        return y, info
 
-    def taught(self, state: TrainState, batch: Any, y: Float[Array, "B"]) -> Float[Array, "B"]:
+    def longer(self, target: Params, inputs: CriticInputs, batch: Any, key: Array) -> dict[int, Float[Array, "*E B"]]:
+        """What each head learns the expectile of: what the target critic says of the chunk in the data."""
+        embedding, found = self.critic.embed(target, inputs), {}
+        looks: tuple[int | None, ...] = (None, *self.config.heads)
+        for steps, look in zip(self.config.heads, looks[:-1], strict=True):
+            value = self.valued(target, embedding, batch["critic_actions"][:, None], look)[..., 0]
+            found[steps] = self.joined(value, key)
+        return jax.lax.stop_gradient(found)
+
+    def joined(self, values: Float[Array, "E B"], key: Array) -> Float[Array, "*E B"]:
+        """The ensemble's values as a target: one for all, or each its own."""
+        return values if self.config.halved else ob.aggregate(values, self.config.q_aggregation, key)
+
+    def learns(self, batch: Any) -> Float[Array, "*E B"]:
+        """Which rows tell the critics something; with `halves`, each of them."""
+        if not self.config.halved:
+            return batch["sequence_mask"]
+        return batch["sequence_mask"] * halves(batch["episode"], self.critic.config.num_critics)
+
+    def taught(self, state: TrainState, batch: Any, y: Float[Array, "*E B"]) -> Float[Array, "*E B"]:
         """Y, or the observed return for as long as that is learned."""
         return jnp.where(state.step < self.config.mc_steps, ob.known_return(batch["mc_return"], y), y)
 
     def critic_loss(
-        self, params: Params, inputs: CriticInputs, candidates: Array, batch: Any, y: Float[Array, "B"], key: Array
+        self,
+        params: Params,
+        inputs: CriticInputs,
+        candidates: Array,
+        batch: Any,
+        y: Float[Array, "*E B"],
+        key: Array,
+        longer: Mapping[int, Float[Array, "*E B"]],
     ) -> tuple[Float[Array, ""], Metrics]:
-        """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`); optionally Cal-QL on top."""
-        sizes, mask = self.critic.config, batch["sequence_mask"]
+        """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`), and each head from the expectile of
+        what looks longer; optionally Cal-QL on top.
+        """
+        sizes, mask = self.critic.config, self.learns(batch)
         embedding = self.critic.embed(params, inputs)
-        out = self.critic.score(params, embedding, batch["critic_actions"][:, None], key=key)[:, :, 0]
-        error = ob.critic_loss(sizes.loss, out, y, support=self.support, delta=sizes.huber_delta)
+
+        def told(steps: int | None, y: Float[Array, "*E B"]) -> tuple[Float[Array, "E B"], Float[Array, "E B"]]:
+            out = self.critic.score(params, embedding, batch["critic_actions"][:, None], steps=steps, key=key)[:, :, 0]
+            error = ob.critic_loss(sizes.loss, out, y, support=self.support, delta=sizes.huber_delta)
+            return ob.critic_value(sizes.loss, out, self.support), error
+
+        q, error = told(None, y)
         loss = ob.masked_mean(error, mask)
-        q = ob.critic_value(sizes.loss, out, self.support)
         info = {"critic/loss": loss, "critic/q_mean": q.mean(), "critic/q_std": q.std(1).mean(), "critic/y": y.mean()}
+        for steps, higher in longer.items():
+            v, error = told(steps, higher)
+            share = ob.masked_mean(ob.expectile_weights(higher - v, self.config.expectile) * error, mask)
+            if steps:
+                info |= {"critic/partial_loss": share, "critic/partial_mean": v.mean()}
+            else:
+                info |= {"critic/value_loss": share, "critic/value_mean": v.mean()}
+            loss = loss + share
         if self.config.calql_weight:
             # The penalty compares values under the same dropout, hence none.
             pushed = ob.calql_penalty(
-                self.values(params, embedding, candidates),
-                self.values(params, embedding, batch["critic_actions"][:, None])[..., 0],
+                self.valued(params, embedding, candidates, None),
+                self.valued(params, embedding, batch["critic_actions"][:, None], None)[..., 0],
                 batch["mc_return"],
             )
             penalty = ob.masked_mean(pushed, mask)
@@ -119,7 +183,8 @@ class ChunkCritic(Agent):
         self, state: TrainState, here: CriticInputs, candidates: Array, successor: Successor, batch: Any, key: Array
     ) -> tuple[Params, Params, Any, Metrics]:
         """`critic_updates` steps on the same features; targets follow the critic from step to step."""
-        c, rows = self.config, (here, candidates, successor, {name: batch[name] for name in READ})
+        c, read = self.config, (*READ, *(("episode",) if self.config.halved else ()))
+        rows = (here, candidates, successor, {name: batch[name] for name in read})
         leaves, structure = jax.tree.flatten(rows)
         shares = [divided(x, c.critic_updates) for x in leaves] if c.critic_rows == "shares" else None
 
@@ -127,17 +192,16 @@ class ChunkCritic(Agent):
             (critic, target, opt), (key, share) = carry, x
             here, candidates, successor, batch = rows if share is None else jax.tree.unflatten(structure, share)
             pair_key, dropout_key = jax.random.split(key)
-            y, gain = self.target(critic, target, successor, batch, pair_key)
-            y = self.taught(state, batch, y)
+            y, chosen = self.target(critic, target, successor, batch, pair_key)
+            y, longer = self.taught(state, batch, y), self.longer(target, here, batch, pair_key)
 
             def loss(critic: Params) -> tuple[Array, Metrics]:
-                return self.critic_loss(critic, here, candidates, batch, y, dropout_key)
+                return self.critic_loss(critic, here, candidates, batch, y, dropout_key, longer)
 
             (_, info), grads = jax.value_and_grad(loss, has_aux=True)(critic)
             critic, opt = self.critic_learner.step(critic, grads, opt)
             target = ob.soft_update(target, critic, c.target_update_rate)
-            info |= {"critic/candidate_gain": gain.mean(), "critic/grad_norm": optax.tree.norm(grads)}
-            return (critic, target, opt), info
+            return (critic, target, opt), info | chosen | {"critic/grad_norm": optax.tree.norm(grads)}
 
         start = (state.params["critic"], state.target["critic"], state.opt["critic"])
         (critic, target, opt), infos = jax.lax.scan(once, start, (jax.random.split(key, c.critic_updates), shares))
@@ -150,3 +214,53 @@ class ChunkCritic(Agent):
         critic = state.ema.get("critic", state.params["critic"])
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
         return self.values(critic, self.critic.embed(critic, inputs), chunks)
+
+    # What is logged of values
+
+    def value_metrics(self, state: TrainState, inputs: CriticInputs, batch: Any) -> Metrics:
+        """What the critic says of the data's chunks, against what came of them."""
+        critic, chunks = state.params["critic"], batch["critic_actions"][:, None]
+        embedding = self.critic.embed(critic, inputs)
+
+        def total(chunks: Array) -> tuple[Array, Array]:
+            q = self.values(critic, embedding, chunks).mean(0)[:, 0]
+            return q.sum(), q
+
+        slope, q = jax.grad(total, has_aux=True)(chunks)
+        known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
+        gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
+        gate = {} if self.config.gate is None else {"actor/gate": state.scalars["gate"]}
+        return gate | {
+            "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
+            "critic/mc_gap": ob.masked_mean(gap, known),
+            "critic/mc_correlation": ob.correlation(q, batch["mc_return"], known),
+            "data/valid_fraction": batch["valid"].mean(),
+            "data/critic_fraction": batch["sequence_mask"].mean(),
+        }
+
+    # When the actor starts
+
+    def scalars(self) -> dict[str, Array]:
+        """The numbers that the algorithm adapts, to begin with."""
+        return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
+
+    def actor_open(self, state: TrainState) -> Bool[Array, ""]:
+        """Does the actor listen to the critic?"""
+        return (state.step >= self.config.actor_warmup_steps) & (state.scalars.get("gate", 1.0) > 0)
+
+    def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
+        """Open or shut the gate, by what the critic knows of held-out episodes."""
+        gate = self.config.gate
+        if gate is None or (measured and not any(name.startswith("held_out/") for name in measured)):
+            return state
+        was_open = bool(state.scalars["gate"] > 0)
+        is_open = stays_open(measured, gate, was_open=was_open)
+        if is_open != was_open:
+            say(said(measured, is_open=is_open))
+        value = jax.device_put(np.float32(is_open), state.scalars["gate"].sharding)
+        return replace(state, scalars=state.scalars | {"gate": value})
+
+
+def copied(tree: Params) -> Params:
+    """A copy, not a reference: every leaf of the state is donated on its own."""
+    return jax.tree.map(jnp.copy, tree)

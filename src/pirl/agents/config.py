@@ -6,13 +6,29 @@ from typing import Any, ClassVar
 
 from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.agent_config import AgentConfig
+from pirl.agents.critic_actor_config import CriticNFTConfig, QCFQLConfig
+from pirl.agents.frozen_policy_config import DSRLConfig, RLTokenConfig
+from pirl.agents.ppo_config import FlowPPOConfig
 from pirl.agents.q_chunking_config import ACRLPDConfig, QChunkingConfig
 from pirl.agents.rollout_config import RIPTConfig
-from pirl.ranges import Count, Decay
+from pirl.ranges import Count, Decay, NotNegative
 from pirl.search import Choice, Item, around
 from pirl.training.config import AdamW
 
-__all__ = ["ACRLPDConfig", "BCConfig", "FilteredConfig", "QChunkingConfig", "RECAPConfig", "RIPTConfig"]
+__all__ = [
+    "ACRLPDConfig",
+    "BCConfig",
+    "CriticNFTConfig",
+    "DAggerConfig",
+    "DSRLConfig",
+    "FilteredConfig",
+    "FlowPPOConfig",
+    "QCFQLConfig",
+    "QChunkingConfig",
+    "RECAPConfig",
+    "RIPTConfig",
+    "RLTokenConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +64,38 @@ class BCConfig(AgentConfig):
             yield "policy_optimizer.weight_decay", Choice(values=(1e-10, 1e-4, 1e-2))
         if run.cameras:
             yield "agent.augment", Choice(values=(False, True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAggerConfig(BCConfig):
+    """HG-DAgger: imitate demonstrations and a person's corrections, and not what they took over from."""
+
+    agent: ClassVar[str] = "pirl.agents.dagger:DAgger"
+
+    correction_weight: NotNegative = 3.0
+    """What a chunk that a person chose in place of the policy counts for; a demonstration counts 1. Corrections are few
+    and show what demonstrations do not."""
+    policy_weight: NotNegative = 0.0
+    """What the policy's own chunks count for, those in the `data.takeover_window` steps before a takeover excepted:
+    they count nothing. 0: pure HG-DAgger."""
+
+    @property
+    def heeds_corrections(self) -> bool:
+        """What each chunk counts for depends on who chose it."""
+        return True
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Weights of which nothing is left."""
+        if not self.correction_weight and not self.policy_weight:
+            yield (
+                "agent.correction_weight and agent.policy_weight are 0: of what the robot recorded nothing is learned",
+                "give corrections a weight (--agent.correction-weight 1), or train BC on the demonstrations",
+            )
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, flow draws, EMA, and the weights."""
+        yield "pi0_lr", around(run.policy_schedule)
+        yield "agent.flow_draws", Choice(values=(1, 2, 4))
+        yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))
+        yield "agent.correction_weight", Choice(values=(1.0, 3.0, 10.0))
+        yield "agent.policy_weight", Choice(values=(0.0, 0.3, 1.0))

@@ -55,7 +55,7 @@ class Filtered(BC):
             return (weight * per_sample).mean(), per_sample
 
         parts = (weight, observation, actions, batch["valid"], draws)
-        value, per_sample, grads = accumulated(loss, trainable, parts, c.accumulate)
+        value, per_sample, grads = accumulated(loss, trainable, parts, c.parts)
         params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
         metrics = {
             "policy/loss": value,

@@ -68,10 +68,10 @@ def td_target(
     discount: Scalar,
     length: Int[Array, "B"],
     mask: Float[Array, "B"],
-    next_value: Float[Array, "B"],
+    next_value: Float[Array, "*E B"],
     low: Scalar = -math.inf,
     high: Scalar = math.inf,
-) -> Float[Array, "B"]:
+) -> Float[Array, "*E B"]:
     """y = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}), clipped to the possible; no gradient (Q-chunking).
 
     The sum is given; L is per sample, since a chunk may end early. `mask` is 0 where the episode terminated.
@@ -80,7 +80,7 @@ def td_target(
     return jax.lax.stop_gradient(jnp.clip(target, low, high))
 
 
-def known_return(mc_return: Float[Array, "B"], otherwise: Float[Array, "B"]) -> Float[Array, "B"]:
+def known_return(mc_return: Float[Array, "B"], otherwise: Float[Array, "*E B"]) -> Float[Array, "*E B"]:
     """The observed return as a target; where it is unknown (NaN), the other one."""
     return jnp.where(jnp.isnan(mc_return), otherwise, mc_return)
 
@@ -178,7 +178,7 @@ def critic_value(kind: LossKind, out: Float[Array, "..."], support: HLGauss | No
 def critic_loss(
     kind: LossKind,
     out: Float[Array, "E B *bins"],
-    y: Float[Array, "B"],
+    y: Float[Array, "*#E B"],
     *,
     support: HLGauss | None = None,
     delta: float = 1.0,
@@ -194,6 +194,15 @@ def _support(support: HLGauss | None) -> HLGauss:
     if support is None:
         raise ConfigError("hl_gauss without its support", hint="give the range of returns: HLGauss(*value_range(...))")
     return support
+
+
+def expectile_weights(error: Float[Array, "*shape"], tau: float) -> Float[Array, "*shape"]:
+    """|τ - 1[u < 0]| for u = y - v: so weighted, v learns the τ-expectile of y, not its mean (IQL, arXiv 2110.06169).
+
+    With the squared error it is IQL's loss. With cross-entropy to histograms the mean of the best histogram is the
+    expectile as well: both have Σ w · (y - v) = 0 at their optimum.
+    """
+    return jax.lax.stop_gradient(jnp.where(error < 0, 1 - tau, tau))
 
 
 def calql_penalty(
@@ -290,16 +299,20 @@ def fit_beta(
     return jnp.exp(jnp.where(reached.any(), log_beta, grid[last]))
 
 
-def agreement(members: Float[Array, "E B"]) -> Float[Array, ""]:
+def agreement(members: Float[Array, "E B"], *, halved: bool = False) -> Float[Array, ""]:
     """ρ = max(0, 1 - s²/Var_b(mean_e A)),  s² = mean_b Var_e(A)/E: the share of the advantages that is not noise.
 
     s² is the variance that the mean of E independent members has by itself. Members that only differ by chance give 0,
     members that agree give 1; one member agrees with itself.
+
+    Members that learn from the same episodes are not independent: they agree about the noise of these episodes. Members
+    that learn from halves (`agents/ensemble.py`) lie as far from their mean as that lies from the truth: then
+    s² = mean_b Var_e(A), without the division.
     """
     count = len(members)
     if count < 2:
         return jnp.ones(())
-    noise = members.var(0, ddof=1).mean() / count
+    noise = (members.var(0) if halved else members.var(0, ddof=1) / count).mean()
     signal = members.mean(0).var()
     return jax.lax.stop_gradient(jnp.clip(1 - noise / jnp.maximum(signal, 1e-12), 0.0, 1.0))
 

@@ -5,21 +5,19 @@ prefix of each observation is encoded once per step; its features serve the crit
 and the actor's loss.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Choice, Metrics, Parts, TrainState
-from pirl.agents.chunk_critic import ChunkCritic
-from pirl.agents.gate import said, stays_open
+from pirl.agents.chunk_critic import ChunkCritic, copied
 from pirl.agents.learner import Learner, accumulated, in_parts
+from pirl.agents.q_chunking_config import QChunkingConfig
 from pirl.models import flow
 from pirl.models.critic import CriticInputs
 from pirl.models.observation import Observation
@@ -35,13 +33,15 @@ class ActorPart(NamedTuple):
     valid: Float[Array, "B H"]
     draws: flow.Draws
     candidate_noise: Float[Array, "B N H A"]
+    acted_by: Int[Array, "B H"] | None = None
+    """Who chose each step, where the actor heeds that."""
 
 
 class Compared(NamedTuple):
     """What the critic says of the data's chunks and of the policy's; the batch is in front."""
 
     members: Float[Array, "B E"]
-    """A = Q(s, a) - mean_n Q(s, a^n), by each critic."""
+    """A = Q(s, a) - V(s), by each critic; V is learned, or mean_n Q(s, a^n)."""
     values: Float[Array, "B N"]
     """Q(s, a^n), by the mean of the ensemble."""
 
@@ -64,12 +64,15 @@ class ActorAux(NamedTuple):
     """Standard deviation of the candidates' values."""
     weight: Float[Array, "B"]
     flow_loss: Float[Array, "B"]
+    logged: Metrics = {}  # noqa: RUF012 - nobody changes it
+    """Other numbers of each row, by the names that their means are logged under."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QChunking(ChunkCritic):
     """All random draws are made for the whole batch, so splitting it changes nothing."""
 
+    config: QChunkingConfig
     policy_learner: Learner
     """How the policy's weights learn."""
     encoder_frozen: bool = False
@@ -82,7 +85,7 @@ class QChunking(ChunkCritic):
         """The algorithm with these settings."""
         return cls(
             policy=parts.policy,
-            critic=parts.critic,
+            critic=replace(parts.critic, heads=config.heads),
             config=config,
             policy_learner=parts.policy_learner,
             critic_learner=parts.critic_learner,
@@ -98,16 +101,25 @@ class QChunking(ChunkCritic):
 
     @property
     def compares(self) -> bool:
-        """Does anything compare the data at s with the policy's own chunks?"""
+        """Does anything compare the chunks in the data with what their states are worth?"""
         return True
+
+    def more_weights(self, policy: Params) -> dict[str, Params]:
+        """Weights that train beside the policy's, in the same way, to begin with: trainable leaves alone."""
+        return {}
+
+    @property
+    def samples(self) -> bool:
+        """Does anything need the policy's own chunks at s?"""
+        return self.compares and (self.config.value == "best_of_n" or self.config.calql_weight > 0)
 
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """Slowly following copies beside the critic's, to begin with."""
         return {}
 
-    def followed(self, target: dict[str, Params], policy: Params) -> dict[str, Params]:
-        """Those copies, after a step of the policy."""
-        return target
+    def followed(self, state: TrainState, policy: Params) -> dict[str, Params]:
+        """Those copies, after a step that made this policy of the state's."""
+        return state.target
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
         """The numbers that the algorithm adapts, for the next step."""
@@ -116,6 +128,11 @@ class QChunking(ChunkCritic):
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
         """What to log of the actor."""
         return {}
+
+    @property
+    def acting_steps(self) -> int:
+        """Euler steps when acting."""
+        return self.flow_steps or self.config.flow_steps
 
     def candidates_to_act(self, best_of: int | None) -> int:
         """How many chunks are compared when acting."""
@@ -127,38 +144,18 @@ class QChunking(ChunkCritic):
         policy = self.policy.init(policy_key) if policy_params is None else policy_params
         policy, policy_opt = self.policy_learner.init(policy)
         critic, critic_opt = self.critic_learner.init(self.critic.init(critic_key))
+        more = self.more_weights(policy)
         learners = {"policy": (self.policy_learner, policy), "critic": (self.critic_learner, critic)}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params={"policy": policy, "critic": critic},
-            target={"critic": _copy(critic)} | self.more_targets(policy),
-            ema={name: _copy(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
-            opt={"policy": policy_opt, "critic": critic_opt},
+            params={"policy": policy, "critic": critic} | more,
+            target={"critic": copied(critic)} | self.more_targets(policy),
+            ema={name: copied(params) for name, (learner, params) in learners.items() if learner.ema_decay is not None},
+            opt={"policy": policy_opt, "critic": critic_opt}
+            | {name: self.policy_learner.tx.init(weights) for name, weights in more.items()},
             scalars=self.scalars(),
             frozen=self.policy_learner.frozen(policy),
         )
-
-    def scalars(self) -> dict[str, Array]:
-        """The numbers that the algorithm adapts, to begin with."""
-        return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
-
-    # When the actor starts
-
-    def actor_open(self, state: TrainState) -> Bool[Array, ""]:
-        """Does the actor listen to the critic?"""
-        return (state.step >= self.config.actor_warmup_steps) & (state.scalars.get("gate", 1.0) > 0)
-
-    def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
-        """Open or shut the gate, by what the critic knows of held-out episodes."""
-        gate = self.config.gate
-        if gate is None or (measured and not any(name.startswith("held_out/") for name in measured)):
-            return state
-        was_open = bool(state.scalars["gate"] > 0)
-        is_open = stays_open(measured, gate, was_open=was_open)
-        if is_open != was_open:
-            say(said(measured, is_open=is_open))
-        value = jax.device_put(np.float32(is_open), state.scalars["gate"].sharding)
-        return replace(state, scalars=state.scalars | {"gate": value})
 
     # For actors
 
@@ -169,12 +166,14 @@ class QChunking(ChunkCritic):
         chunks: Float[Array, "B h A"],
         candidates: Float[Array, "B N H A"],
     ) -> Compared:
-        """The data's chunks against the policy's own at s. Where there are none, against themselves."""
+        """The data's chunks against V(s), or the policy's own at s. Where there is neither, against themselves."""
         critic = state.params["critic"]
         embedding = self.critic.embed(critic, inputs)
         of_data = self.values(critic, embedding, chunks[:, None])[..., 0]
         of_candidates = self.values(critic, embedding, candidates) if candidates.shape[1] else of_data[..., None]
-        return Compared((of_data - of_candidates.mean(2)).swapaxes(0, 1), of_candidates.mean(0))
+        learned = self.config.value == "expectile"
+        baseline = self.state_values(critic, embedding) if learned else of_candidates.mean(2)
+        return Compared((of_data - baseline).swapaxes(0, 1), of_candidates.mean(0))
 
     def bc_loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
@@ -190,19 +189,24 @@ class QChunking(ChunkCritic):
         c, keys = self.config, _named(key)
         part, successor_inputs = self._inputs(batch, keys)
         ahead = state.target.get("policy", state.policy)
-        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.accumulate)
+        successor = in_parts(lambda x: self.successor(ahead, *x), successor_inputs, c.parts)
 
         trainable, frozen = self.policy_learner.split(state.params["policy"])
+        more = {name: weights for name, weights in state.params.items() if name not in ("policy", "critic")}
 
-        def actor_loss(trainable: Params, part: ActorPart) -> tuple[Array, ActorAux]:
-            return self.actor_loss(self.policy_learner.join(trainable, frozen), state, part)
+        def actor_loss(weights: dict[str, Params], part: ActorPart) -> tuple[Array, ActorAux]:
+            beside = {name: weights[name] for name in more}
+            policy = self.policy_learner.join(weights["policy"], frozen)
+            return self.actor_loss(policy, replace(state, params=state.params | beside), part)
 
-        loss, aux, grads = accumulated(actor_loss, trainable, part, c.accumulate)
-        policy, policy_opt = self.policy_learner.step(state.params["policy"], grads, state.opt["policy"])
+        loss, aux, grads = accumulated(actor_loss, {"policy": trainable} | more, part, c.parts)
         critic, target, critic_opt, info = self.update_critic(
             state, aux.inputs, aux.candidates, successor, batch, keys["critic"]
         )
-        params = {"policy": policy, "critic": critic}
+        params, opt = {"critic": critic}, {"critic": critic_opt}
+        for name, gradient in grads.items():
+            learner = self.policy_learner if name == "policy" else replace(self.policy_learner, mask=None)
+            params[name], opt[name] = learner.step(state.params[name], gradient, state.opt[name])
         learners = {"policy": self.policy_learner, "critic": self.critic_learner}
         metrics = {
             "actor/loss": loss,
@@ -214,9 +218,9 @@ class QChunking(ChunkCritic):
             state,
             step=state.step + 1,
             params=params,
-            target=self.followed(state.target, policy) | {"critic": target},
+            target=self.followed(state, params["policy"]) | {"critic": target},
             ema={name: learners[name].average(average, params[name]) for name, average in state.ema.items()},
-            opt={"policy": policy_opt, "critic": critic_opt},
+            opt=opt,
             scalars=self.adapted(state, aux),
         )
         return new, metrics
@@ -235,10 +239,10 @@ class QChunking(ChunkCritic):
         pair_key, dropout_key = jax.random.split(jax.random.split(keys["critic"], self.config.critic_updates)[0])
         y, _ = self.target(critic, state.target["critic"], successor, batch, pair_key)
         y = self.taught(state, batch, y)
-        temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key)
-        imitation = self.bc_loss(policy, part.observation, part.actions, part.valid, part.draws)
+        longer = self.longer(state.target["critic"], aux.inputs, batch, pair_key)
+        temporal, _ = self.critic_loss(critic, aux.inputs, aux.candidates, batch, y, dropout_key, longer)
         total = temporal + actor
-        return total, {"critic": temporal, "actor": actor, "bc": imitation, "total": total}
+        return total, {"critic": temporal, "actor": actor, "bc": aux.flow_loss.mean(), "total": total}
 
     def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
         """Observations augmented alike at s and s', and every random number of the step."""
@@ -249,7 +253,8 @@ class QChunking(ChunkCritic):
             for name in ("observations", "next_observations")
         )
         actions, num = batch["actions"], c.num_action_samples
-        here_num = num if self.compares else 0
+        here_num = num if self.samples else 0
+        there_num = num if c.value == "best_of_n" else 0
         part = ActorPart(
             observation=here,
             actions=actions,
@@ -257,34 +262,17 @@ class QChunking(ChunkCritic):
             valid=batch["valid"],
             draws=flow.draw(keys["flow"], keys["time"], actions, c.flow_draws, c.flow_times, c.real_time_delay),
             candidate_noise=jax.random.normal(keys["here"], (len(actions), here_num, *actions.shape[1:])),
+            acted_by=batch["acted_by"] if c.heeds_corrections else None,
         )
-        return part, (there, jax.random.normal(keys["there"], (len(actions), num, *actions.shape[1:])))
+        return part, (there, jax.random.normal(keys["there"], (len(actions), there_num, *actions.shape[1:])))
 
     def _metrics(self, state: TrainState, aux: ActorAux, batch: Any) -> Metrics:
-        critic = state.params["critic"]
-        embedding = self.critic.embed(critic, aux.inputs)
-        chunks = batch["critic_actions"][:, None]
-
-        def total(chunks: Array) -> tuple[Array, Array]:
-            q = self.values(critic, embedding, chunks).mean(0)[:, 0]
-            return q.sum(), q
-
-        slope, q = jax.grad(total, has_aux=True)(chunks)
-        known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
-        gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
-        gate = {} if self.config.gate is None else {"actor/gate": state.scalars["gate"]}
-        return (
-            self.actor_metrics(state, aux)
-            | gate
-            | {
-                "actor/flow_loss": aux.flow_loss.mean(),
-                "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
-                "critic/mc_gap": ob.masked_mean(gap, known),
-                "critic/mc_correlation": ob.correlation(q, batch["mc_return"], known),
-                "data/valid_fraction": batch["valid"].mean(),
-                "data/critic_fraction": batch["sequence_mask"].mean(),
-            }
-        )
+        return {
+            **self.actor_metrics(state, aux),
+            **{name: numbers.mean() for name, numbers in aux.logged.items()},
+            "actor/flow_loss": aux.flow_loss.mean(),
+            **self.value_metrics(state, aux.inputs, batch),
+        }
 
     # Acting
 
@@ -321,8 +309,7 @@ class QChunking(ChunkCritic):
         params = state.policy
         context = self.policy.encode(params, observation)
         noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
-        steps = self.flow_steps or self.config.flow_steps
-        chunks = flow.sample(self.policy, params, context, noise, num_steps=steps, steer=steer)
+        chunks = flow.sample(self.policy, params, context, noise, num_steps=self.acting_steps, steer=steer)
         if count == 1:
             return Choice(chunks[:, 0])
         critic = state.ema.get("critic", state.params["critic"])
@@ -334,8 +321,3 @@ class QChunking(ChunkCritic):
 def _named(key: Array) -> dict[str, Array]:
     """One key for each kind of randomness in a step."""
     return dict(zip(("augment", "flow", "time", "here", "there", "critic"), jax.random.split(key, 6), strict=True))
-
-
-def _copy(tree: Params) -> Params:
-    """A copy, not a reference: every leaf of the state is donated on its own."""
-    return jax.tree.map(jnp.copy, tree)

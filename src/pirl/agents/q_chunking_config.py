@@ -8,7 +8,7 @@ from pirl.agents.agent_config import AgentConfig, RewardRange
 from pirl.errors import ConfigError
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
-from pirl.ranges import Count, Decay, Inside, Natural, Share
+from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Share
 from pirl.search import Choice, Item, Range, around
 
 Actor = Literal["awr", "distill", "best_of_n"]
@@ -17,11 +17,13 @@ candidates of the policy that training started from. `best_of_n`: not at all, th
 (Q-chunking itself)."""
 
 CriticRows = Literal["all", "shares"]
+Members = Literal["all", "halves"]
+Value = Literal["best_of_n", "expectile"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QChunkingConfig(AgentConfig):
-    """The critic over action chunks that ACRLPD and its relatives share."""
+class ChunkCriticConfig(AgentConfig):
+    """A critic over action chunks, learned by temporal differences, and when an actor listens to it."""
 
     replays: ClassVar[bool] = True
 
@@ -37,6 +39,17 @@ class QChunkingConfig(AgentConfig):
     """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N acting."""
     flow_steps: Count = 10
     """Euler steps per candidate."""
+    value: Value = "best_of_n"
+    """What a state is worth, in targets and as the baseline of advantages. `best_of_n`: by the policy's candidates, the
+    best in targets, their mean in advantages. `expectile`: V(s), learned from the chunks in the data alone (IQL):
+    targets sample nothing, and no chunk counts that nobody executed."""
+    expectile: Inside = 0.7
+    """τ of V and of the partial critic. 0.5: what chunks in the data are worth on average; towards 1: the best of
+    them."""
+    partial_horizon: Count | None = None
+    """Choose and weigh chunks by their first so many steps, those that are executed, with a partial critic that learns
+    from the one over `data.critic_horizon` steps (DQC). Values travel by long chunks, decisions need only the short
+    ones. None: one critic does both."""
     q_aggregation: Aggregation = "mean"
     """How the target critics' values become one."""
     target_update_rate: Share = 0.005
@@ -46,24 +59,24 @@ class QChunkingConfig(AgentConfig):
     critic_rows: CriticRows = "all"
     """What each of them learns from. `all`: the whole batch, again. `shares`: a share of its own, so that no row is
     learned from twice; `batch_size` is then that of the critic's updates times their number."""
+    members: Members = "all"
+    """The episodes that each critic of the ensemble learns from. `halves`: half of them, and each bootstraps from
+    itself: critics then differ by what chance did to their episodes. Those that learn from the same ones agree, also
+    where outcomes are noise."""
     mc_steps: Natural = 0
     """For so many steps the critic learns the observed returns themselves (Monte Carlo), then bootstrapped targets. It
     starts at the data's values instead of at nothing. Chunks whose return nobody knows are bootstrapped throughout."""
     actor_warmup_steps: Natural = 0
-    """For so many steps the actor imitates the data alone while the critic learns."""
+    """For so many steps the actor does not listen to the critic, which learns alone. It imitates the data; beside a
+    frozen policy it stays as it began."""
     gate: Share | None = None
     """The actor listens to the critic while the rank correlation of values and returns on held-out episodes is above
-    this, and above what chance allows; until then it imitates. None: after `actor_warmup_steps`, whatever it knows."""
+    this, and above what chance allows; until then it is as in `actor_warmup_steps`. None: after those, whatever the
+    critic knows."""
     calql_weight: float = 0.0
     """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0 is off."""
-    flow_draws: Count = 1
-    """Points of the flow per chunk and step."""
-    flow_times: FlowTimes = "beta"
-    """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
     clip_targets: bool = True
     """Clip targets to the returns that the rewards allow. Q-chunking does not; `hl_gauss` clips in any case."""
-    policy_ema_decay: Decay | None = 0.999
-    """Average of the policy, for acting, targets and checkpoints; None turns it off."""
     critic_ema_decay: Decay | None = 0.99
     """Average of the critic, for choosing among candidates when acting; None turns it off."""
 
@@ -71,6 +84,17 @@ class QChunkingConfig(AgentConfig):
         super().__post_init__()
         if not self.reward_low < self.reward_high:
             raise ConfigError(f"rewards lie between {self.reward_low} and {self.reward_high}", hint="low before high")
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The critic's further values, by the steps they look at."""
+        partial = () if self.partial_horizon is None else (self.partial_horizon,)
+        return partial + ((0,) if self.value == "expectile" else ())
+
+    @property
+    def halved(self) -> bool:
+        """Does each critic learn from half of the episodes?"""
+        return self.members == "halves"
 
     @property
     def learns_values(self) -> bool:
@@ -83,22 +107,13 @@ class QChunkingConfig(AgentConfig):
         return True
 
     @property
-    def policy_ema(self) -> float | None:
-        """EMA decay of the policy's weights, or None."""
-        return self.policy_ema_decay
-
-    @property
     def critic_ema(self) -> float | None:
         """EMA decay of the critic's weights, or None."""
         return self.critic_ema_decay
 
-    def without_ema(self) -> "QChunkingConfig":
-        """The same settings without the policy's EMA."""
-        return replace(self, policy_ema_decay=None)
-
-    def small(self) -> "QChunkingConfig":
+    def small(self) -> "ChunkCriticConfig":
         """The actor starts at once."""
-        small = replace(self, accumulate=min(self.accumulate, 2), gate=None, mc_steps=min(self.mc_steps, 2))
+        small = replace(self, accumulate=min(self.parts, 2), gate=None, mc_steps=min(self.mc_steps, 2))
         return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
@@ -107,11 +122,23 @@ class QChunkingConfig(AgentConfig):
         return RewardRange(self.reward_low, self.reward_high, self.reward_once) if clips else None
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Shares that do not divide the batch, a gate that nothing opens, rewards out of range, failures that pay."""
+        """Shares that do not divide the batch, a partial critic that is not one, a gate that nothing opens, rewards out
+        of range, failures that pay.
+        """
+        if self.partial_horizon is not None and self.partial_horizon >= run.critic_horizon:
+            yield (
+                f"agent.partial_horizon is {self.partial_horizon}, and the critic scores {run.critic_horizon} steps",
+                "the partial critic looks at fewer: choose a longer --data.critic-horizon, or None",
+            )
         if self.critic_rows == "shares" and run.batch_size % self.critic_updates:
             yield (
                 f"a batch of {run.batch_size} does not split into the shares of {self.critic_updates} critic updates",
                 f"choose a multiple: --batch-size {run.batch_size // self.critic_updates * self.critic_updates}",
+            )
+        if self.halved and run.critic.num_critics < 2:
+            yield (
+                f"agent.members is 'halves' and there is {run.critic.num_critics} critic: it would learn from half",
+                "--agent.members all; or more critics: --critic.num-critics 2",
             )
         if self.gate is not None and not run.data.held_out:
             yield (
@@ -134,11 +161,37 @@ class QChunkingConfig(AgentConfig):
                 "make a failure cost more than going on, such as --data.failure-reward -100, or a time-out: "
                 "--data.failure timeout",
             )
+        if outcome == "step_penalty" and run.data.takeover == "failure" and not run.data.takeover_cost:
+            yield (
+                "data.outcome 'step_penalty' with takeovers that end the task at no cost: being taken over would pay",
+                "make one cost more than going on, such as --data.takeover-reward -100, or --data.takeover ignore",
+            )
         if self.reward_once and outcome == "step_penalty":
             yield (
                 "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
                 "it bounds the values: --agent.no-reward-once",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QChunkingConfig(ChunkCriticConfig):
+    """The same, with a policy that learns by flow matching: what ACRLPD and its relatives share."""
+
+    flow_draws: Count = 1
+    """Points of the flow per chunk and step."""
+    flow_times: FlowTimes = "beta"
+    """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
+    policy_ema_decay: Decay | None = 0.999
+    """Average of the policy, for acting, targets and checkpoints; None turns it off."""
+
+    @property
+    def policy_ema(self) -> float | None:
+        """EMA decay of the policy's weights, or None."""
+        return self.policy_ema_decay
+
+    def without_ema(self) -> "QChunkingConfig":
+        """The same settings without the policy's EMA."""
+        return replace(self, policy_ema_decay=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +206,13 @@ class ACRLPDConfig(QChunkingConfig):
     target_ess: Inside = 0.4
     """Effective sample size of the advantage weights, as a share of the batch; the temperature β is adapted to it.
     0.3 to 0.5 works."""
-    heed_agreement: bool = False
+    members: Members = "halves"
+    """The episodes that each critic of the ensemble learns from. `halves`: half of them, and each bootstraps from
+    itself: critics then differ by what chance did to their episodes. `all`: critics agree, also where outcomes are
+    noise. Only `awr` weighs by agreement: with the other actors all learn from all."""
+    heed_agreement: bool = True
     """Raise `target_ess` towards 1, where all samples count the same, as far as the critics of the ensemble disagree
-    about the advantages."""
+    about the advantages. With `members` all they hardly ever do."""
     scale_by_state: bool = False
     """Measure advantages by the spread of the candidates' values at s: one temperature then fits early decisions, which
     change the value by little, and late ones."""
@@ -165,6 +222,19 @@ class ACRLPDConfig(QChunkingConfig):
     """Largest advantage weight."""
     bc_loss_weight: Share = 0.1
     """Share of the actor's loss that imitates the data whatever the critic thinks."""
+    correction_weight: NotNegative | None = None
+    """Smallest weight of imitating a chunk that a person chose in place of the policy, whatever the critic thinks; the
+    mean weight of a chunk is 1. None: corrections are data like any other."""
+
+    @property
+    def heeds_corrections(self) -> bool:
+        """Where they have a weight of their own."""
+        return self.correction_weight is not None
+
+    @property
+    def halved(self) -> bool:
+        """Where what the critics agree on matters."""
+        return super().halved and self.actor == "awr"
 
     @property
     def only_chooses(self) -> bool:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from pirl.agents import condition
+from pirl.agents import condition, corrections
 from pirl.agents import objectives as ob
 from pirl.agents.advantage_config import RECAPConfig
 from pirl.agents.agent import Agent, Metrics, Parts, TrainState
@@ -44,6 +44,8 @@ class Part(NamedTuple):
     draws: flow.Draws
     ahead: Float[Array, "B"]
     """Σ γ^l r_l + γ^L · mask · V(s_{t+L})."""
+    acted_by: Int[Array, "B H"] | None
+    """Who chose each step, where that counts."""
 
 
 class Aux(NamedTuple):
@@ -51,6 +53,7 @@ class Aux(NamedTuple):
 
     inputs: CriticInputs
     advantage: Float[Array, "B"]
+    better: Bool[Array, "B"]
     told: Float[Array, "B"]
     untold: Float[Array, "B"]
 
@@ -135,7 +138,7 @@ class RECAP(Agent):
         context = self.policy.encode(policy, part.observation)
         inputs = CriticInputs.of(jax.lax.stop_gradient(context))
         advantage = part.ahead - self.value(critic, inputs).mean(0)
-        better = self.better(advantage, state)
+        better = self.better(advantage, state, part.acted_by)
 
         def flow_loss(weights: Params) -> Float[Array, "B"]:
             error = flow.squared_error(self.policy, weights, context, part.actions, part.draws)
@@ -147,11 +150,14 @@ class RECAP(Agent):
         told, untold = jnp.where(better, as_better, as_other), flow_loss(policy)
         dropout = jnp.where(state.step >= c.value_warmup_steps, c.condition_dropout, 1.0)
         loss = (1 - dropout) * told + dropout * untold
-        return loss.mean(), jax.lax.stop_gradient(Aux(inputs, advantage, told, untold))
+        return loss.mean(), jax.lax.stop_gradient(Aux(inputs, advantage, better, told, untold))
 
-    def better(self, advantage: Float[Array, "B"], state: TrainState) -> Bool[Array, "B"]:
-        """The indicator."""
-        return advantage > state.scalars["quantile"]
+    def better(
+        self, advantage: Float[Array, "B"], state: TrainState, acted_by: Int[Array, "B H"] | None
+    ) -> Bool[Array, "B"]:
+        """The indicator: by the value, or by the person who acted or took over."""
+        better = advantage > state.scalars["quantile"]
+        return better if acted_by is None else corrections.judged(better, acted_by)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """Values at s_{t+L}, the policy's pass at s, then the value's step on the features that pass left behind."""
@@ -164,18 +170,19 @@ class RECAP(Agent):
         following = in_parts(
             lambda seen: self.value(critic, CriticInputs.of(self.policy.encode(state.policy, seen))).mean(0),
             there,
-            c.accumulate,
+            c.parts,
         )
         ahead = ob.td_target(batch["reward_sum"], c.discount, batch["length"], 1 - batch["next_terminal"], following)
         draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws, delay=c.real_time_delay)
-        part = Part(here, batch["actions"], batch["valid"], draws, ahead)
+        acted_by = batch["acted_by"] if c.heed_corrections else None
+        part = Part(here, batch["actions"], batch["valid"], draws, ahead, acted_by)
         trainable, frozen = self.policy_learner.split(state.params["policy"])
 
         def loss(groups: dict[str, Params], part: Part) -> tuple[Array, Aux]:
             return self.policy_loss(groups, frozen, critic, state, part)
 
         groups = {"policy": trainable, "condition": state.params["condition"]}
-        value, aux, grads = accumulated(loss, groups, part, c.accumulate)
+        value, aux, grads = accumulated(loss, groups, part, c.parts)
         returns = batch["mc_return"]
         value_loss, critic_grads = jax.value_and_grad(self.value_loss)(critic, aux.inputs, returns)
         learners = {
@@ -199,7 +206,7 @@ class RECAP(Agent):
             "value/mean": guessed.mean(),
             "value/error": ob.masked_mean(jnp.abs(guessed - jnp.where(known, returns, 0.0)), known),
             "advantage/quantile": quantile,
-            "advantage/positive_share": jnp.mean(self.better(aux.advantage, state)),
+            "advantage/positive_share": jnp.mean(aux.better),
             "data/valid_fraction": jnp.mean(batch["valid"]),
         }
         new = replace(

@@ -111,7 +111,8 @@ class RIPT(Agent):
     def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
         """Leave-one-out advantages of the groups with mixed outcomes; in the others all advantages are zero."""
         telling = fo.accepted(rewards)
-        chosen = np.flatnonzero(telling)[: self.config.groups_per_iteration]
+        learned = np.ones_like(telling) if self.config.accept == "all" else telling
+        chosen = np.flatnonzero(learned)[: self.config.groups_per_iteration]
         return Lesson(
             groups=chosen,
             columns={"advantage": fo.group_advantages(rewards[chosen], self.config.advantage)},
@@ -218,7 +219,7 @@ class RIPT(Agent):
             return total, logged
 
         groups = state.params | {"policy": trainable}
-        _, logged, grads = accumulated(loss, groups, (rows, demos), self.config.accumulate)
+        _, logged, grads = accumulated(loss, groups, (rows, demos), self.config.parts)
         params, opt = dict(state.params), dict(state.opt)
         for name in params:
             learner = self.learner if name == "policy" else self._condition_learner

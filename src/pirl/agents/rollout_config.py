@@ -20,6 +20,9 @@ GroupAdvantage = Literal["rloo", "std"]
 """What a rollout is compared with: `rloo`, the mean of the others of its group. `std`: the mean of its group, in
 standard deviations."""
 
+Accept = Literal["mixed", "all"]
+"""Which groups to learn from."""
+
 Weigh = Literal["rows", "rollouts"]
 """What counts the same. `rows`: every chunk. `rollouts`: every rollout, so that a failure that takes three times as
 long as a success does not count three times as much."""
@@ -41,6 +44,9 @@ class RIPTConfig(AgentConfig):
     """K: rollouts of one initial state. Their mean is the baseline."""
     groups_per_iteration: Count = 16
     """Groups to learn from in each iteration; groups in which all rollouts are worth the same do not count."""
+    accept: Accept = "mixed"
+    """Groups to learn from. mixed: those whose rollouts are not all worth the same. all: also the others, whose
+    advantages are zero; for tests with policies that never succeed, as in `--debug`."""
     max_attempts: Annotated[float, Bounds(low=1)] = 4.0
     """Groups that may be rolled out to find those, as a multiple of `groups_per_iteration`; then the iteration goes on
     with what it has."""
@@ -118,13 +124,14 @@ class RIPTConfig(AgentConfig):
         return replace(self, ema_decay=None)
 
     def small(self) -> "RIPTConfig":
-        """Two groups of two."""
+        """Two groups of two, accepted even if all rollouts fail: an untrained policy still tests the update."""
         return replace(
             self,
-            accumulate=min(self.accumulate, 2),
+            accumulate=min(self.parts, 2),
             group_size=2,
             groups_per_iteration=2,
             max_attempts=1.0,
+            accept="all",
             bc_weight=0.0,
         )
 

@@ -21,6 +21,11 @@ from openpi.training.config import (
 )
 """
 
+ONE_STEP = (
+    "this policy takes one Euler step, OpenPI's server takes ten, and with ten it acts wrongly: add "
+    'sample_kwargs={"num_steps": 1} to create_trained_policy(...) in scripts/serve_policy.py'
+)
+
 
 def openpi_config(name: str, model: Pi0Config, robot: Robot, asset_id: str, prompt: str | None) -> str:
     """OpenPI's `TrainConfig` for a policy, as Python source."""
@@ -44,9 +49,16 @@ def serve_command(name: str, folder: str | Path) -> str:
     return f"uv run scripts/serve_policy.py policy:checkpoint --policy.config={name} --policy.dir={folder}"
 
 
-def problems(model: Pi0Config, robot: Robot) -> tuple[str, ...]:
+BESIDE = (
+    "what this run learned is beside the policy's weights, which act as before training: serve the run's own "
+    "checkpoint with `pirl serve`"
+)
+"""Of algorithms whose `only_beside` is true."""
+
+
+def problems(model: Pi0Config, robot: Robot, *, beside: bool = False) -> tuple[str, ...]:
     """What of a policy OpenPI's configs cannot say."""
-    found = []
+    found = [BESIDE] if beside else []
     for who, gemma in (("VLM", model.vlm), ("action expert", model.expert)):
         if _variant(gemma) is None:
             adapters = gemma.attn_lora or gemma.ffn_lora

@@ -12,7 +12,7 @@ RUN_FILES = (
     *("metadata.json", ".lock", "config.yaml", "metrics.jsonl", "metrics.csv", "first_batch.png"),
     *("report.html", "eval.json", "filmstrip.png", "held_out.json", "recoveries.json"),
 )
-RUN_FOLDERS = ("replay", "rollouts", "evaluations", "compared_with", "tensorboard", "wandb")
+RUN_FOLDERS = ("replay", "rollouts", "films", "evaluations", "compared_with", "tensorboard", "wandb")
 STEP_NAMES = frozenset(
     (PARAMS_ITEM, TRAIN_STATE_ITEM, ASSETS_ITEM, "extra", "_CHECKPOINT_METADATA", "commit_success.txt")
 )

@@ -250,7 +250,7 @@ class Checkpoints:
     def extras(self) -> Iterator[dict[str, Any]]:
         """That of every complete step that can be gone on from."""
         for step in filter(lambda step: can_be_resumed(self.directory / str(step)), self.all_steps()):
-            with suppress(CheckpointError):  # a damaged one is told of by whoever asks for it
+            with suppress(CheckpointError):  # a damaged one is reported when it is used
                 yield read_extra(self.directory / str(step))
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write there, and what becomes of what is there already."""
+"""A run's folder: locking, and how existing contents are treated."""
 
 import os
 import shutil

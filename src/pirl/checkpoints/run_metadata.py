@@ -18,6 +18,7 @@ _LIBRARIES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
 SHAPING = (
     *("model", "critic", "agent.type", "freeze", "policy_optimizer.type", "critic_optimizer.type"),
+    *("agent.value", "agent.partial_horizon"),
     *("data.robot", "data.cameras", "data.tokenizer", "data.critic_horizon"),
 )
 """Keys below these shape the state, or what its weights mean: a checkpoint does not fit another value."""

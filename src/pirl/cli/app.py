@@ -241,7 +241,7 @@ def _say(label: str, message: str = "", *, style: str) -> None:
     try:
         from rich.console import Console
         from rich.text import Text
-    except ImportError:  # a broken installation is told of as well
+    except ImportError:  # report a broken installation as well
         print(label + rest, file=sys.stderr)
     else:
         Console(stderr=True).print(Text.assemble((label, style), rest), soft_wrap=True)

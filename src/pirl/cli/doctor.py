@@ -291,7 +291,7 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
 
 
 def examine(timeout: float) -> Iterator[Check]:
-    """Run every check; jax, which takes longest, starts first and is told last."""
+    """Run every check; jax, which takes longest, starts first and is reported last."""
     probe = start_probe()
     try:
         for name, check in local_checks():
@@ -348,7 +348,7 @@ def _requirements(distribution: str, *, extra: str = "") -> list[str]:
         name, inner, wanted_by = re.findall(REQUIREMENT, requirement)[0]
         if wanted_by != extra:
             continue
-        names += [name] if name != distribution else []  # `sims` is pirl[aloha,ogbench,libero]
+        names += [name] if name != distribution else []  # `sims` is pirl[aloha,ogbench,libero,metaworld]
         if inner and _version(name) is not None:  # an absent package cannot say what it would bring
             names += [found for one in inner.split(",") for found in _requirements(name, extra=one)]
     return list(dict.fromkeys(names))

@@ -231,7 +231,7 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
 
     from pirl.envs.make import make_env
     from pirl.errors import PirlError, PirlWarning
-    from pirl.rollout.films import film, write_filmstrip, write_video
+    from pirl.rollout.films import write_films
 
     out.mkdir(exist_ok=True)
     for old in _films(out):
@@ -240,15 +240,11 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
         env = make_env(env_config)
     except PirlError:  # it runs elsewhere
         env = None
-    films = [found for rollout in rollouts if (found := film(rollout, env, fps=fps)) is not None]
+    films = write_films(rollouts, env, out, fps=fps)
     if env is not None:
         env.close()
     if not films:
         warnings.warn("the environment shows no pictures: no film was made", PirlWarning, stacklevel=2)
-        return
-    for one in films:
-        write_video(one, out)
-    write_filmstrip(films, out / STRIP)
 
 
 def _films(out: Path) -> list[Path]:

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-FILE = "held_out.json"
+FILE, SAMPLES = "held_out.json", "samples.csv"
+WORST = 5
+"""Samples with the largest loss that are printed."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,11 +47,27 @@ def run(args: argparse.Namespace) -> int:
             "comparison": comparison(*measured.values()),
         }
     text = _write(file, result)
+    samples = measured[""].samples()
+    _write_samples(file.with_name(SAMPLES), samples)
     if args.json:
         print(text, end="")
     else:
-        _show(result, file)
+        _show(result, file, samples)
     return 0
+
+
+def _write_samples(file: Path, samples: Mapping[str, Sequence[float]]) -> None:
+    """One line per row of the data: its losses and values, to look for those that are odd."""
+    import csv
+    import io
+
+    from pirl.files import write_text
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(samples)
+    writer.writerows(zip(*samples.values(), strict=True))
+    write_text(file, out.getvalue())
 
 
 def _asked(found: Any, data: Any, trained: bool) -> dict[str, Any]:
@@ -71,7 +89,7 @@ def _asked(found: Any, data: Any, trained: bool) -> dict[str, Any]:
     }
 
 
-def _show(result: Mapping[str, Any], file: Path) -> None:
+def _show(result: Mapping[str, Any], file: Path, samples: Mapping[str, Sequence[float]]) -> None:
     """Tables and where the file is."""
     from rich.console import Console
 
@@ -85,7 +103,18 @@ def _show(result: Mapping[str, Any], file: Path) -> None:
     console.print(_dimensions(told))
     for line in _differences(told[-1].get("comparison", {})):
         console.print(line, highlight=False)
-    console.print(str(file), highlight=False, soft_wrap=True)
+    if line := _worst(samples):
+        console.print(line, highlight=False)
+    console.print(f"{file}, {SAMPLES}: every sample", highlight=False, soft_wrap=True)
+
+
+def _worst(samples: Mapping[str, Sequence[float]]) -> str:
+    """Where to look first."""
+    if "flow_loss" not in samples:
+        return ""
+    rows = sorted(zip(samples["flow_loss"], samples["episode"], samples["step"], strict=True), reverse=True)[:WORST]
+    told = ", ".join(f"{loss:.3g} (episode {episode:.0f}, step {step:.0f})" for loss, episode, step in rows)
+    return f"largest flow losses: {told}"
 
 
 def _measured_on(one: Mapping[str, Any]) -> str:

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the weights and write them in the other form."""
     from pirl.checkpoints.export_folder import check_replaceable
     from pirl.checkpoints.fetch import fetch
+    from pirl.checkpoints.handover import BESIDE
     from pirl.checkpoints.inspect import describe
     from pirl.checkpoints.openpi import save_openpi
     from pirl.models.config import Pi0Config, get_preset
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     run_config = _run_config(found.path)
     own = None if run_config is None or not isinstance(run_config.model, Pi0Config) else run_config.model
     config = get_preset(args.model) if args.model else own
+    if run_config is not None and run_config.agent.only_beside:
+        _warn(f"{found.path}: {BESIDE}")
     _check_target(args.out, found.path)
     check_replaceable(args.out.expanduser().absolute(), overwrite=args.overwrite)
     norm_stats = {asset: found.path / ASSETS_ITEM / asset / NORM_STATS_FILE for asset in found.norm_stats}
@@ -128,7 +131,10 @@ def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[st
     name = args.name or re.sub(r"\W", "_", f"{config.name}_{config.exp_name}")
     source = handover.openpi_config(name, model, config.robot, asset, _only_task(config))
     command = handover.serve_command(name, args.out.expanduser().absolute())
-    return {HANDOVER_FILE: handover.handover_text(source, command, handover.problems(model, config.robot))}
+    problems = handover.problems(model, config.robot, beside=config.agent.only_beside)
+    if config.agent.one_step:
+        problems += (handover.ONE_STEP,)
+    return {HANDOVER_FILE: handover.handover_text(source, command, problems)}
 
 
 def _only_task(config: "RLTrainConfig") -> str | None:

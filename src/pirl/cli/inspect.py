@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from pirl.data.config import DataConfig, Takeover
+
 NAME = "inspect"
 HELP = "Shows the contents of a recipe, a checkpoint or a dataset. Read-only; loads no weights."
 EXAMPLES = """\
@@ -28,6 +30,8 @@ examples:
   pirl inspect data recordings/fold_box                  a folder
   pirl inspect data recordings/fold_box --pictures ends.png"""
 
+_WINDOW = DataConfig.takeover_window
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl inspect`."""
@@ -47,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     held_out = "the share data.held_out, or number of each outcome, to keep apart from training (default 0.1)"
     one.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help=held_out)
     one.add_argument("--seed", type=int, default=0, metavar="S", help="data.seed, which chooses them (default 0)")
+    text = "data.takeover: what a person's takeover is to a critic, ignore or failure (default ignore)"
+    one.add_argument("--takeover", choices=get_args(Takeover), default="ignore", help=text)
+    text = f"data.takeover_window: the policy's frames before one that are blamed for it (default {_WINDOW})"
+    one.add_argument("--takeover-window", type=int, default=_WINDOW, metavar="N", help=text)
+    text = "data.takeover_reward: added to their reward where a takeover is a failure (default 0)"
+    one.add_argument("--takeover-reward", type=float, default=0.0, metavar="R", help=text)
     text = "draw the first and last frames of some successes and failures"
     one.add_argument("--pictures", type=Path, metavar="PNG", help=text)
 
@@ -60,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
 
 def data(args: argparse.Namespace) -> Iterator[str]:
     """A dataset's summary."""
-    from pirl.data.config import DataConfig
     from pirl.data.held_out import describe
     from pirl.data.inspection import draw_ends, inspect_dataset
 
     split = DataConfig(held_out=args.held_out, seed=args.seed)
-    found = inspect_dataset(args.location)
+    takeovers = {name: getattr(args, name) for name in ("takeover", "takeover_window", "takeover_reward")}
+    found = inspect_dataset(args.location, settings=DataConfig(**takeovers))
     yield str(found)
     if args.held_out:
         yield describe(found.success, found.indices, split.held_out, split.seed)

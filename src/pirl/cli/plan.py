@@ -1,6 +1,8 @@
 """`pirl plan`: whether a run fits into device memory, and what to change if not."""
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pirl.cli.app import positive
 
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=positive, metavar="N", help="number of devices (default: mesh.fsdp)")
+    parser.add_argument("--devices", type=positive, metavar="N", help="number of devices (default: mesh.fsdp, or 1)")
     parser.add_argument("--device-gb", type=float, metavar="GB", help="memory per device in GiB, as in nvidia-smi")
 
 
@@ -44,11 +46,32 @@ def run(args: argparse.Namespace) -> int:
     from pirl.planning.plan import plan
     from pirl.training.preflight import misfits
 
-    found = plan(config, device_gb=args.device_gb, devices=args.devices, choose=True)
+    with _progress() as say:
+        found = plan(config, device_gb=args.device_gb, devices=args.devices, choose=True, say=say)
     print(f"{config.name}: freeze rule {config.freeze_rule}, {len(config.cameras)} camera(s)")
     print(found)
-    if found.accumulate is not None and found.accumulate > config.agent.accumulate:
-        print(f"split the batch with --agent.accumulate {found.accumulate}")
+    if found.accumulate is not None and found.accumulate > config.agent.parts:
+        chosen = ", which `auto` chooses" if config.agent.accumulate == "auto" else ""
+        print(f"split the batch with --agent.accumulate {found.accumulate}{chosen}")
     for misfit in misfits(config):
         print(f"the settings and the data: {misfit}")
     return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows what is planned at the moment: one variation of a full-size model takes seconds."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    said: list[str] = []
+
+    def say(what: str) -> None:
+        if console.is_terminal:
+            status.update(f"planning: {what}")
+        elif what not in said:
+            said.append(what)
+            console.print(f"planning: {what}", highlight=False, soft_wrap=True)
+
+    with console.status("planning") as status:
+        yield say

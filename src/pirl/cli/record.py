@@ -26,6 +26,7 @@ examples:
   pirl record bc_tabletop --episodes 1500 --repo-id demos/tabletop
   pirl record bc_tabletop --episodes 200 --repo-id me/perfect --dials wrong=0 noise=0.02
   pirl record bc_tabletop --episodes 200 --repo-id me/hard --env.level two_blocks --seed 3
+  pirl record bc_aloha_transfer_small --episodes 400 --repo-id demos/aloha_transfer --processes 8
   pirl record bc_tabletop --episodes 500 --repo-id me/rollouts --checkpoint checkpoints/bc_tabletop/first
   pirl record bc_tabletop --episodes 500 --repo-id me/rollouts --checkpoint checkpoints/bc_tabletop/first --append"""
 USAGE = "%(prog)s RECIPE --episodes N --repo-id NAME [--checkpoint PATH] [--append] [--SETTING VALUE ...]"
@@ -44,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
     add("--dials", nargs="+", default=[], metavar="KEY=VALUE", help="the expert's quality")
     add("--seed", type=int, default=0, metavar="S", help="seed of the episodes (default 0)")
     add("--split", choices=("train", "validation", "test"), default="train", help="initial states (default train)")
+    add("--processes", type=positive, default=1, metavar="N", help="processes that act as the expert (default 1)")
     add("--append", action="store_true", help="add to an existing dataset")
 
 
@@ -55,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--seed is 0 or more")
     if args.dials and args.checkpoint != EXPERT:
         args.usage_error("--dials are the expert's, and --checkpoint names a policy: choose one")
+    if args.processes > 1 and args.checkpoint != EXPERT:
+        args.usage_error(
+            "--processes are the expert's; for a policy set --rollout.backend process --rollout.num-workers"
+        )
 
     from pirl.recipes import cli
 
@@ -117,7 +123,7 @@ def _expert(args: argparse.Namespace, config: Any) -> tuple[Any, Any]:
     batch.close()
 
     def rollouts(contexts: Any, first: int) -> Iterator[Any]:
-        return expert_rollouts(config.env, contexts, dials=dials, seed=args.seed + first)
+        return expert_rollouts(config.env, contexts, dials=dials, seed=args.seed + first, processes=args.processes)
 
     return info, rollouts
 

@@ -21,7 +21,7 @@ Every setting is a dotted flag; `pirl train RECIPE --help` lists all with their 
   --init-weights WHERE     a checkpoint's folder, a gs:// or hf:// address
   --batch-size N           across all devices            --max-steps N
   --pi0-lr LR              --critic-lr LR                --save-interval N
-  --mesh.fsdp N            devices that share one copy of the weights
+  --mesh.fsdp N            devices that share one copy of the weights (default: as many as needed)
   --agent.discount G       --sinks wandb                 --no-wandb
   --debug                  the same run with a tiny model and ten steps, to test the set-up
 

@@ -1,4 +1,4 @@
-"""What is wrong with the data of a run, found before a frame is decoded: datasets, tokenizer, statistics.
+"""Problems of a run's data, found before a frame is decoded: datasets, tokenizer, statistics.
 
 Every function gives all problems it finds as errors with their hints, instead of raising the first one.
 """
@@ -68,7 +68,7 @@ def _size_problems(name: str, meta: lerobot.DatasetMeta, robot: Robot) -> Iterat
         (ACTIONS, (action_key,), robot.action_dim),
     ):
         if not set(keys) <= set(meta.features):
-            continue  # said by who reads them
+            continue  # reported when they are read
         found = sum(meta.features[key].shape[0] if meta.features[key].shape else 1 for key in keys)
         if found != expected:
             yield DataError(

@@ -31,11 +31,14 @@ first state, and only in the normalised space is a borrowed row one the critic c
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
 from pirl.data.config import Boundary, Imitated
+from pirl.data.observed import seen_at
+from pirl.data.takeovers import NO_MEANING, TakeoverRule, acted_by, as_learned
 from pirl.errors import DataError
 from pirl.names import IMAGE, IMAGE_MASK
 from pirl.records import Array, BatchSizes, BatchSpec, ChunkBatch, Episode, Spec, chunk_spec
@@ -62,6 +65,8 @@ class EpisodeTable:
     """How many steps of the intended chunk are known; 0 without one."""
     imitated: Bool[Array, "N"]
     """May an actor imitate the chunk that starts here?"""
+    acted_by: Int[Array, "N"]
+    """Who chose the row's action."""
     mc_return: Float32[Array, "N"]
     """Discounted return until the task terminates; NaN where the recording was cut."""
     seen_at: Int[Array, "N"]
@@ -74,6 +79,8 @@ class EpisodeTable:
     """Number of rows of each episode."""
     intended: tuple[Array | None, ...]
     """Each episode's intended chunks [T, H, A], or None."""
+    numbers: Int[Array, "E"]
+    """A number of each episode, by its actions: the same in every table, run and process."""
     tasks: tuple[str, ...]
     """Each episode's instruction."""
     discount: float
@@ -83,10 +90,12 @@ class EpisodeTable:
         return len(self.rewards)
 
 
-def tabulate(episodes: Sequence[Episode], *, discount: float, imitated: Imitated = "all") -> EpisodeTable:
+def tabulate(
+    episodes: Sequence[Episode], *, discount: float, imitated: Imitated = "all", takeovers: TakeoverRule = NO_MEANING
+) -> EpisodeTable:
     """Lay episodes end to end. Refuses columns that do not fit together, naming the episode.
 
-    `imitated` is about episodes with plans, the policy's own.
+    `imitated` is about episodes with plans, the policy's own; `takeovers` about those that a person corrects.
     """
     if not episodes:
         raise DataError(
@@ -94,6 +103,8 @@ def tabulate(episodes: Sequence[Episode], *, discount: float, imitated: Imitated
         )
     for number, episode in enumerate(episodes):
         _check_episode(number, episode, first=episodes[0])
+    actors = [acted_by(episode, takeovers.window) for episode in episodes]
+    episodes = [as_learned(episode, takeovers) for episode in episodes]
     lengths = np.array([len(episode) for episode in episodes])
     starts = np.cumsum(lengths) - lengths
     rows = np.arange(lengths.sum())
@@ -111,12 +122,14 @@ def tabulate(episodes: Sequence[Episode], *, discount: float, imitated: Imitated
         terminated_at=np.where(terminated_at < end, terminated_at, _NEVER),
         plan_length=np.concatenate([_plan_lengths(episode) for episode in episodes]),
         imitated=np.concatenate([_imitated(episode, imitated) for episode in episodes]),
+        acted_by=np.concatenate(actors),
         mc_return=_returns(rewards, terminated, last, discount),
-        seen_at=_seen_at(episodes, starts, rows),
+        seen_at=seen_at(episodes, starts, rows),
         episode=np.repeat(np.arange(len(episodes)), lengths),
         starts=starts,
         lengths=lengths,
         intended=tuple(episode.intended for episode in episodes),
+        numbers=np.array([crc32(episode.actions.tobytes()) >> 1 for episode in episodes], np.int32),
         tasks=tuple(episode.task for episode in episodes),
         discount=discount,
     )
@@ -158,6 +171,7 @@ def chunk_outcomes(
         length=length.astype(np.int32),
         reward_sum=(counted @ discounts).astype(np.float32),
         mc_return=table.mc_return[rows],
+        episode=table.numbers[table.episode[rows]],
     )
 
 
@@ -183,6 +197,11 @@ def chunk_actions(table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int) -
         actions[sample, first:last] = plan[first:last]
         actions[sample, last:] = plan[last - 1]
     return actions
+
+
+def chunk_actors(table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int) -> Int[Array, "B H"]:
+    """Who chose each step; after the end, who chose the last one."""
+    return table.acted_by[_inside(table, rows, horizon)].astype(np.int32)
 
 
 def known_steps(table: EpisodeTable, rows: Int[Array, "B"], *, critic_horizon: int) -> Int[Array, "B"]:
@@ -254,7 +273,9 @@ def _prediction(covariance: Float[Array, "A h h"], seen: slice) -> Float[Array, 
     return np.linalg.solve(of_seen, covariance[:, seen, seen.stop :])
 
 
-def validate_qchunking_batch_format(batch: ChunkBatch, *, next_observations: bool = True) -> None:
+def validate_qchunking_batch_format(
+    batch: ChunkBatch, *, next_observations: bool = True, corrections: bool = False
+) -> None:
     """Check keys, shapes and types of a batch against `chunk_spec`; works on host and device arrays alike.
 
     Pictures may be smaller than the model's, since their letterbox is added on the device.
@@ -279,7 +300,7 @@ def validate_qchunking_batch_format(batch: ChunkBatch, *, next_observations: boo
         cameras=tuple(observations.get("image", {})),
         token_len=0 if prompt is None else prompt.shape[1],
     )
-    _compare(batch, chunk_spec(sizes, next_observations=next_observations), "")
+    _compare(batch, chunk_spec(sizes, next_observations=next_observations, corrections=corrections), "")
 
 
 def _compare(found: Any, spec: BatchSpec, where: str) -> None:
@@ -340,13 +361,6 @@ def _imitated(episode: Episode, rule: Imitated) -> Bool[Array, "T"]:
     return begins & (rule == "plans" or episode.success is not False)
 
 
-def _seen_at(episodes: Sequence[Episode], starts: Int[Array, "E"], rows: Int[Array, "N"]) -> Int[Array, "N"]:
-    """An episode's first row counts as seen: there is nothing before it."""
-    seen = np.concatenate([np.ones(len(one), bool) if one.observed is None else one.observed for one in episodes])
-    seen[starts] = True
-    return np.maximum.accumulate(np.where(seen, rows, 0))
-
-
 def _returns(
     rewards: Float[Array, "N"], terminated: Bool[Array, "N"], last: Bool[Array, "N"], discount: float
 ) -> Float32[Array, "N"]:
@@ -363,6 +377,7 @@ def _check_episode(number: int, episode: Episode, *, first: Episode) -> None:
     """Columns of equal length and, over all episodes, vectors of equal size."""
     steps = len(episode)
     wanted: dict[str, tuple[int, ...]] = {
+        **({} if episode.intervention is None else {"intervention": (steps,)}),
         "rewards": (steps,),
         "terminated": (steps,),
         "truncated": (steps,),

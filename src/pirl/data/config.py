@@ -19,6 +19,10 @@ Failure = Literal["auto", "terminal", "timeout"]
 """Meaning of a labelled failure without `next.truncated`. `terminal`: the task is lost, and the last actions are worth
 the failure reward alone. `timeout`: the recording stopped, the task could still have succeeded. `auto`: terminal,
 unless steps cost something and failing does not, because failing early would then pay."""
+Takeover = Literal["ignore", "failure"]
+"""What a person's takeover is to a critic. `ignore`: every step is a transition like any other. `failure`: the task was
+lost with the first of the policy's last `takeover_window` steps, each of which pays `takeover_reward` and is terminal;
+what the person does is an ordinary transition."""
 Imitated = Literal["successes", "plans", "all"]
 """Which chunks of the policy's own episodes to imitate. `all`: from any step, also across two plans. `plans`: only
 chunks planned as one. `successes`: plans from episodes that did not fail. The rest teaches it to repeat failures."""
@@ -63,6 +67,14 @@ class DataConfig(Checked):
     but timeout if steps cost something and `failure_reward` is 0. Unlabelled episodes never count as failures."""
     failure_reward: float = 0.0
     """Added to the last reward of a terminal failure: 0 or negative."""
+    takeover: Takeover = "ignore"
+    """What it is to a critic when a person takes over (LeRobot's column `intervention`): nothing, all steps are
+    transitions (ignore), or the policy lost the task in the steps before (failure)."""
+    takeover_window: Natural = 10
+    """The policy's steps before a takeover that are blamed for it: critics see them fail (takeover failure), DAgger
+    leaves them out, RECAP calls them bad. As many as the person needs to react; 0: none."""
+    takeover_reward: float | None = None
+    """Added to the reward of such a step (takeover failure): 0 or negative. None: `failure_reward`."""
     successes_only: bool = False
     """Train only on successful episodes: filtered imitation, the baseline for RL."""
     held_out: float = 0.0
@@ -123,6 +135,12 @@ class DataConfig(Checked):
                 f"failure_reward is {self.failure_reward} and failures are time-outs",
                 "nothing is paid where the task goes on: failure terminal, or failure_reward 0",
             )
+        if not -math.inf < self.takeover_cost <= 0:
+            refuse(f"takeover_reward is {self.takeover_cost}", "0, or a negative number")
+        if self.takeover == "failure" and not self.takeover_window:
+            refuse("a takeover is a failure of no steps", "takeover_window at least 1, or takeover ignore")
+        if self.takeover == "failure" and self.boundary == "drop":
+            refuse("takeover is 'failure' and boundary is 'drop'", "Q-chunking's rule counts behind an end: use pad")
         if not (0 <= self.held_out <= 0.5 or self.held_out >= 1) or (self.held_out % 1 and self.held_out > 1):
             refuse(f"held_out is {self.held_out:g}", "a share up to 0.5, a whole number of episodes per outcome, or 0")
         if self.n_step > 1 and self.boundary == "drop":
@@ -139,12 +157,18 @@ class DataConfig(Checked):
         return tuple(None if file == "none" else file for file in files)
 
     @property
+    def takeover_cost(self) -> float:
+        """What is added to the reward of a step that a takeover is blamed on, where it is a failure."""
+        return self.failure_reward if self.takeover_reward is None else self.takeover_reward
+
+    @property
     def reward_range(self) -> tuple[float, float] | None:
         """The rewards of a declared outcome rule; None where they are what was recorded."""
         if self.outcome not in _REWARDS:
             return None
         low, high = _REWARDS[self.outcome]
-        return low + self.failure_reward, high
+        worst = min(self.failure_reward, self.takeover_cost if self.takeover == "failure" else 0.0)
+        return low + worst, high
 
     @property
     def replay_bytes(self) -> int:

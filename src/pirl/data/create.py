@@ -1,4 +1,4 @@
-"""From a `DataConfig` to what training needs: the source of episodes, the robot's transform, the loader of batches."""
+"""From a `DataConfig` to the parts training needs: episode source, robot transform, batch loader."""
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -37,6 +37,7 @@ def create_acrlpd_data_loader(
     batch_size: int = 128,
     replay: ReplayBuffer | None = None,
     next_observations: bool = True,
+    corrections: bool = False,
     sharding: Any = None,
     host_id: int = 0,
     host_count: int = 1,
@@ -61,6 +62,7 @@ def create_acrlpd_data_loader(
         discount=discount,
         replay=replay,
         next_observations=next_observations,
+        corrections=corrections,
         sharding=sharding,
         host_id=host_id,
         host_count=host_count,

@@ -15,18 +15,18 @@ from pirl.errors import DataError, PirlError, PirlWarning
 from pirl.records import Array
 
 FAINT = 0.1
-"""Below this share of a success at the start of an episode, the discount is said to be too small."""
+"""Below this share of a success at the start of an episode, warn that the discount is too small."""
 FAR = 10.0
-"""Above this many median episodes, a horizon 1 / (1 - γ) is said to be too long."""
+"""Above this many median episodes, a horizon 1 / (1 - γ) is reported as too long."""
 CLIPPED = 0.01
-"""Above this share of entries beyond the critic's clip, the clip is said to be too small."""
+"""Above this share of entries beyond the critic's clip, warn that the clip is too small."""
 _ROWS = 4096  # of a dataset to measure the clip on
 _KEPT = 0.999  # share of entries that a suggested clip keeps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What an algorithm takes for granted about its data."""
+    """An algorithm's assumptions about its data."""
 
     discount: float
     """γ per step."""

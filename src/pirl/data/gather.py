@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from pirl.data.chunks import bootstrap_rows, choose_donors, chunk_actions, chunk_outcomes, fill_tails
+from pirl.data.chunks import bootstrap_rows, choose_donors, chunk_actions, chunk_actors, chunk_outcomes, fill_tails
 from pirl.data.config import Boundary
 from pirl.data.pool import FrameMemory, Resident, copy_frames
 from pirl.errors import DataError
@@ -67,6 +67,8 @@ class Gatherer:
     """How many critic horizons a target counts."""
     next_observations: bool
     """Whether samples have the observation that the critic bootstraps from."""
+    corrections: bool = False
+    """Whether samples say who chose each step."""
     mine: Int[Array, "n"]
     """Which samples of the batch are this host's."""
     memory: FrameMemory = field(default_factory=FrameMemory)
@@ -119,6 +121,8 @@ class Gatherer:
                 "next_state": table.state[next_rows],
                 "next_rows": next_rows,
             }
+            if self.corrections:
+                found["acted_by"] = chunk_actors(table, rows, horizon=self.horizon)
             for position, episode in zip(positions.tolist(), table.episode[rows].tolist(), strict=True):
                 prompts[position] = table.tasks[episode]
             if len(positions) == size:

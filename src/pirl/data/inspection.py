@@ -1,4 +1,4 @@
-"""What there is to know about a dataset before training on it, for people."""
+"""A dataset's summary for people, before training on it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,24 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from PIL import Image, ImageDraw
 
 from pirl.data import journal, labels, lerobot, outcomes, video
 from pirl.data.cache import format_bytes
+from pirl.data.config import DataConfig
 from pirl.data.dataset import MODEL_SIZE, read_interventions, read_outcomes, read_tasks
 from pirl.data.fit import fitting_discount, median_length
 from pirl.data.outcomes import OutcomeRule
 from pirl.data.rows import read_dataset
 from pirl.data.schema import Feature
+from pirl.data.takeovers import actors, takeovers
 from pirl.errors import DataError
+from pirl.records import AUTONOMOUS, BLAMED, CORRECTED
 
 _CAPTION = 16  # pixels above each picture
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What there is to know about a dataset before training on it."""
+    """A dataset's summary."""
 
     root: Path
     """Its folder."""
@@ -46,9 +49,9 @@ class Inspection:
     outcomes: str
     """What the outcome rule found, or what is missing to have one."""
     labels: str
-    """Who labelled what with `pirl label`, and where they disagree; empty where nobody did."""
+    """Who labelled what with `pirl label`, and where they disagree; empty without labels."""
     interventions: str
-    """How much of it people did in place of the policy; empty where the dataset does not say."""
+    """How much of it people did in place of the policy, and what training makes of it; empty where nobody says."""
     success: tuple[bool | None, ...]
     """Of each episode; None where nobody knows."""
     stored_bytes: int
@@ -86,19 +89,25 @@ class Inspection:
         )
 
 
-def inspect_dataset(path: str | Path, outcome: OutcomeRule | None = None) -> Inspection:
-    """Read and check everything but the pictures."""
+def inspect_dataset(
+    path: str | Path, outcome: OutcomeRule | None = None, settings: DataConfig | None = None
+) -> Inspection:
+    """Read and check everything but the pictures. Of the settings those for takeovers are used."""
     meta, columns = read_dataset(lerobot.resolve(path))
     lerobot.check_files(meta, meta.cameras)
     tasks = read_tasks(meta, columns)
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     success: tuple[bool | None, ...] = (None,) * len(meta.episodes)
+    ended = [np.zeros(episode.length, bool) for episode in meta.episodes]
     try:
         rule, found = read_outcomes(meta, columns, outcome or OutcomeRule())
         said = outcomes.describe(rule, found, columns)
         success = tuple(one.success for one in found)
+        ended = [one.terminated | one.truncated for one in found]
     except DataError as error:
         said = f"outcomes: {error}"
+    flags = read_interventions(meta, columns)
+    by_episode = [] if flags is None else [flags[one.start : one.start + one.length] for one in meta.episodes]
     spans = [span for episode in meta.episodes for span in (episode.data, *episode.cameras.values())]
     pixels = sum(np.prod(video.frame_size(meta, camera, MODEL_SIZE)) for camera in meta.cameras)
     return Inspection(
@@ -113,24 +122,38 @@ def inspect_dataset(path: str | Path, outcome: OutcomeRule | None = None) -> Ins
         tasks={task: tasks.count(task) for task in dict.fromkeys(tasks)},
         outcomes=said,
         labels=labels.describe(verdicts, [one.index for one in meta.episodes]),
-        interventions=_describe_interventions(meta, columns),
+        interventions=describe_interventions(by_episode, ended, settings or DataConfig()),
         success=success,
         stored_bytes=sum(journal.opened(meta.root, one, os.stat).st_size for one in {span.path for span in spans}),
         decoded_bytes=int(pixels) * 3 * int(meta.lengths.sum()),
     )
 
 
-def _describe_interventions(meta: lerobot.DatasetMeta, columns: Mapping[str, np.ndarray]) -> str:
-    """Corrections (runs of flagged frames), their frames and episodes, in one sentence."""
-    flags = read_interventions(meta, columns)
-    if flags is None:
+def describe_interventions(
+    flags: Sequence[Bool[np.ndarray, "_"]], ended: Sequence[Bool[np.ndarray, "_"]], settings: DataConfig
+) -> str:
+    """Corrections (runs of flagged frames) by episode, and what they do to imitation and to critics."""
+    if not flags:
         return ""
-    parts = [flags[one.start : one.start + one.length] for one in meta.episodes]
-    corrections = sum(int(np.diff(part.astype(np.int8), prepend=0).clip(0).sum()) for part in parts)
-    touched = sum(bool(part.any()) for part in parts)
-    return (
-        f"interventions: {corrections} in {touched} of {len(parts)} episodes, "
-        f"{int(flags.sum())} of {len(flags)} frames ({flags.mean():.1%})"
+    corrections = sum(int(np.diff(part.astype(np.int8), prepend=0).clip(0).sum()) for part in flags)
+    touched = sum(bool(part.any()) for part in flags)
+    window, reward = settings.takeover_window, settings.takeover_cost
+    who = np.concatenate([actors(part, ends, window) for part, ends in zip(flags, ended, strict=True)])
+    mine, own, blamed = (int((who == kind).sum()) for kind in (CORRECTED, AUTONOMOUS, BLAMED))
+    taken = sum(len(takeovers(part)) for part in flags)
+    meaning = {
+        "ignore": "every frame is an ordinary transition",
+        "failure": f"the policy loses the task in the first blamed frame, with a reward of {reward:g}; "
+        "what the person does is an ordinary transition",
+    }
+    return "\n".join(
+        [
+            f"interventions: {corrections} in {touched} of {len(flags)} episodes, "
+            f"{mine} of {len(who)} frames ({mine / len(who):.1%})",
+            f"  blamed on the policy (data.takeover_window {window}): {blamed} frames before {taken} takeovers",
+            f"  DAgger imitates {mine} corrected frames, the policy's other {own} with agent.policy_weight",
+            f"  critics (data.takeover {settings.takeover}): {meaning[settings.takeover]}",
+        ]
     )
 
 

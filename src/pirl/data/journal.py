@@ -75,11 +75,11 @@ def lock_dataset(root: Path) -> WriterLock:
             ) from error
         except FileNotFoundError:
             pass
-        os.close(handle)  # of a lock file that the writer before has removed: who comes next would not see it
+        os.close(handle)  # the previous writer removed this lock file: the next one would not see it
 
 
 def release_dataset(lock: WriterLock) -> None:
-    """Let the next writer in, and leave nothing of this one behind."""
+    """Release the lock and remove its file."""
     stage = lock.root / STAGE
     if not (stage / "commit").exists():  # else a change waits there for the next writer
         for path in stage.glob("*"):
@@ -98,7 +98,7 @@ def _remove_empty(root: Path, created: tuple[Path, ...]) -> None:
 
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """What keeps a dataset from being written becomes an error that says so."""
+    """Turn causes of a failed write into errors that name them."""
     try:
         yield
     except OSError as error:

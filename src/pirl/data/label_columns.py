@@ -58,7 +58,7 @@ def _flags(meta: DatasetMeta) -> dict[int, np.ndarray]:
     """The column of each episode."""
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     if not verdicts:
-        raise DataError(f"{meta.root}: nobody has labelled it", hint=f"label it first: pirl label {meta.root}")
+        raise DataError(f"{meta.root}: it has no labels", hint=f"label it first: pirl label {meta.root}")
     recorded = read_columns(meta)
     _, outcomes = read_outcomes(meta, recorded, OutcomeRule(rule="sparse_success", failure="timeout"))
     pairs = list(zip(meta.episodes, outcomes, strict=True))

@@ -23,12 +23,12 @@ MAX_NAME = 80
 BEST_QUALITY = 5
 
 Choice = Literal["success", "failure", "unsure"]
-"""What a person says of an episode."""
+"""A judgement of an episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What one person said of one episode."""
+    """One person's label of one episode."""
 
     episode_index: int
     """The dataset's own number of the episode."""
@@ -48,7 +48,7 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the labels of one episode amount to. Where a person said something, classifiers are not asked."""
+    """The combined labels of one episode. Where a person said something, classifiers do not count."""
 
     labels: tuple[Label, ...]
     """The newest of each person (or classifier)."""

@@ -20,6 +20,7 @@ from pirl.data.config import DataConfig
 from pirl.data.gather import Draw, Gatherer, LowDimTransform
 from pirl.data.pool import DatasetStatistics, MemoryPool, Resident, dataset_statistics, fingerprint, row_generator
 from pirl.data.replay import MemorySource, ReplayBuffer, ReplayStream
+from pirl.data.takeovers import TakeoverRule
 from pirl.errors import ConfigError, DataError
 from pirl.records import Array, ChunkBatch, EpisodeSource
 
@@ -33,7 +34,7 @@ class ACRLPDDataLoader:
     `source` is the fixed (offline) data, `replay` what a run collects; at least one of them. Once `replay` holds
     something, `config.online_fraction` of each batch is drawn from it, after the share that is the actor's alone
     (`config.online_actor_share`). A batch prepared before an `append` is thrown
-    away and drawn again, so what is learned from never depends on how fast the threads are.
+    away and drawn again, so batches never depend on thread timing.
 
     With `sharding` batches are global device arrays; the processes' rows follow each other in `host_id`'s order.
     """
@@ -49,6 +50,7 @@ class ACRLPDDataLoader:
         discount: float,
         replay: ReplayBuffer | None = None,
         next_observations: bool = True,
+        corrections: bool = False,
         sharding: Any = None,
         host_id: int = 0,
         host_count: int = 1,
@@ -59,6 +61,7 @@ class ACRLPDDataLoader:
         self.batch_size = batch_size
         self.horizon = horizon
         self.cameras = (source if source is not None else replay).cameras  # type: ignore[union-attr]
+        self.takeovers = TakeoverRule.of(config)
         self._pool: MemoryPool | None = None
         if source is not None:
             ahead = source.prepare() or config.cache == "pool"
@@ -69,8 +72,10 @@ class ACRLPDDataLoader:
                 episodes_per_memory_pool=config.episodes_per_memory_pool if ahead else None,
                 steps_per_memory_pool=config.steps_per_memory_pool,
                 balance=config.balance,
+                takeovers=self.takeovers,
             )
         rules: dict[str, Any] = {"balance": config.balance, "imitated": config.online_imitated}
+        rules["takeovers"] = self.takeovers
         self._replay = None if replay is None else ReplayStream(replay, discount=discount, **rules)
         self._sharding = sharding
         self._gatherer = Gatherer(
@@ -81,6 +86,7 @@ class ACRLPDDataLoader:
             boundary=config.boundary,
             n_step=config.n_step,
             next_observations=next_observations,
+            corrections=corrections,
             mine=np.arange(batch_size).reshape(host_count, -1)[host_id],
         )
         self.held_out: EpisodeSource | None = None

@@ -1,8 +1,8 @@
 """Rewards and ends of recorded episodes: what the dataset says, or what its owner declares.
 
 LeRobot's `next.done` means "the recording stopped here", for success and for time-outs alike. Taking it for a terminal
-state would teach the critic that running out of time is worth nothing, so what ended the task and what merely ended the
-recording are told apart here, once. Pure functions over one episode's columns.
+state would teach the critic that running out of time is worth nothing, so the end of a task and the end of its
+recording are distinguished here, once. Pure functions over one episode's columns.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -93,7 +93,7 @@ def derive(
 
 
 def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int) -> EpisodeOutcome:
-    """What was recorded.
+    """The outcome that the columns record.
 
     next.success that is never set labels a failure. Without that column, an end that paid nothing is taken for a
     time-out: next.done is set there too.

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int, UInt8
 
 from pirl.data.chunks import EpisodeTable, tabulate
 from pirl.data.config import Imitated
+from pirl.data.takeovers import NO_MEANING, TakeoverRule
 from pirl.errors import ConfigError, DataError
 from pirl.records import Array, Episode, EpisodeSource
 
@@ -149,6 +150,7 @@ def make_resident(
     weights: Float[Array, "E"] | None = None,
     balance: bool = False,
     imitated: Imitated = "all",
+    takeovers: TakeoverRule = NO_MEANING,
 ) -> Resident:
     """Tabulate episodes and give each its share of the draws: `weights`, or its number of steps (uniform over rows).
 
@@ -162,7 +164,7 @@ def make_resident(
         mass = mass * _balancing([episode.success for episode in episodes], mass)
     if not mass.sum() > 0:
         raise DataError(f"all {len(indices)} episodes have weight 0", hint="give at least one source a positive weight")
-    table = tabulate(episodes, discount=discount, imitated=imitated)
+    table = tabulate(episodes, discount=discount, imitated=imitated, takeovers=takeovers)
     return Resident(indices=indices, table=table, frames=frames, mass=np.cumsum(mass))
 
 
@@ -196,6 +198,7 @@ class MemoryPool:
         episodes_per_memory_pool: int | None = 64,
         steps_per_memory_pool: int = 500,
         balance: bool = False,
+        takeovers: TakeoverRule = NO_MEANING,
     ) -> None:
         if len(source) == 0:
             raise DataError("the source has no episodes", hint="check the dataset's path and its episode filter")
@@ -211,6 +214,7 @@ class MemoryPool:
         self._steps = steps_per_memory_pool
         self._discount = discount
         self._balance = balance
+        self._takeovers = takeovers
         self._pools: dict[int, Future[Resident]] = {}
         self._stop = threading.Event()
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="pirl-memory-pool")
@@ -261,6 +265,7 @@ class MemoryPool:
             discount=self._discount,
             weights=None if weights is None else weights[indices],
             balance=self._balance,
+            takeovers=self._takeovers,
         )
 
     def _decode(self, indices: Int[Array, "E"], stop: threading.Event) -> Callable[[int], Frames]:

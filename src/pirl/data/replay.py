@@ -19,6 +19,7 @@ from jaxtyping import Int
 
 from pirl.data.config import Imitated
 from pirl.data.pool import Frames, Resident, low_dim_digest, make_resident
+from pirl.data.takeovers import NO_MEANING, TakeoverRule
 from pirl.errors import CheckpointError, ConfigError, DataError
 from pirl.files import read_arrays, write_arrays
 from pirl.names import EPISODE_FILE
@@ -195,10 +196,17 @@ class ReplayStream:
     """Draws from a replay buffer as it is when asked; the table is rebuilt only after it changed."""
 
     def __init__(
-        self, replay: ReplayBuffer, *, discount: float, balance: bool = False, imitated: Imitated = "all"
+        self,
+        replay: ReplayBuffer,
+        *,
+        discount: float,
+        balance: bool = False,
+        imitated: Imitated = "all",
+        takeovers: TakeoverRule = NO_MEANING,
     ) -> None:
         self.replay = replay
         self._rules: dict[str, Any] = {"discount": discount, "balance": balance, "imitated": imitated}
+        self._rules["takeovers"] = takeovers
         self._built: tuple[MemorySource | None, Resident | None] = (None, None)
 
     def resident(self, step: int) -> Resident | None:

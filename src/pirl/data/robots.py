@@ -333,6 +333,18 @@ ROBOTS: Mapping[str, Robot] = {
             },
             optional_cameras=(LEFT_WRIST_CAMERA,),
         ),
+        # Meta-World: hand, gripper and pictures; or its whole observation instead, with objects and goal.
+        make_robot(
+            name="metaworld",
+            state_dim=4,
+            action_dim=4,
+            cameras={
+                BASE_CAMERA: (IMAGE, f"{LEROBOT_IMAGES}.{IMAGE}"),
+                LEFT_WRIST_CAMERA: ("wrist_image", f"{LEROBOT_IMAGES}.wrist_image"),
+            },
+            optional_cameras=(LEFT_WRIST_CAMERA,),
+        ),
+        make_robot(name="metaworld_full", state_dim=39, action_dim=4),
         # OGBench: one robot, but its state also holds the objects, whose number differs; pictures replace them.
         *(make_robot(name=f"ogbench_{world}", state_dim=dim, action_dim=5) for world, dim in _OGBENCH_STATES.items()),
         make_robot(

@@ -1,4 +1,4 @@
-"""What a dataset says of itself in info.json, parsed and checked in one place: types, shapes, paths, sizes.
+"""A dataset's info.json, parsed and checked in one place: types, shapes, paths, sizes.
 
 The file comes from anywhere. What is read of it here has the type it should have, every path it leads to lies inside
 the dataset, and the rest is refused by name.

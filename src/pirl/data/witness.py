@@ -2,7 +2,7 @@
 
 LeRobot stores minimum, maximum and mean of every feature of every episode when it is recorded. What was changed since,
 or belongs to another feature, no longer fits. Columns or cameras that have evidently changed places are refused; other
-differences are told as a warning, because statistics may be out of date as well. Without statistics nothing is said.
+differences are warnings, because statistics may be out of date as well. Without statistics nothing is checked.
 """
 
 import warnings

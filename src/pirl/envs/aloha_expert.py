@@ -34,11 +34,17 @@ class AlohaDials:
     time_scale: float = 1.0
     """Duration, as a share of the script's own. The transfer succeeds at 0.5 as well; the insertion less often below
     1."""
+    miss: float = 0.0
+    """Share of the episodes in which the arms reach 5 cm beside their objects: a wrong choice, not imprecision."""
+    let_go: float = 0.0
+    """Share of the episodes in which the right arm opens its gripper before the two meet."""
 
     def __post_init__(self) -> None:
         noises = (self.waypoint_noise, self.grasp_error, self.action_noise)
         if min(noises) < 0 or not 0.2 <= self.time_scale <= 2.0:
             raise ConfigError(f"{self} is out of range", hint="no noise is negative, and time_scale is 0.2 to 2")
+        if not (0 <= self.miss <= 1 and 0 <= self.let_go <= 1):
+            raise ConfigError(f"{self} is out of range", hint="miss and let_go are shares, 0 to 1")
 
 
 class AlohaExpert:
@@ -57,6 +63,11 @@ class AlohaExpert:
         starts = (joints[:6], joints[7:13])
         places = self._env.objects[:, :3]
         places[:, :2] += rng.normal(0, dials.grasp_error, (len(places), 2))
+        choices = np.random.default_rng([self._seed, number, context.init, 1])  # leaves the noise as it is
+        misses, lets_go = choices.random(2) < (dials.miss, dials.let_go)
+        if misses:
+            angle = choices.uniform(0, 2 * np.pi)
+            places[:, :2] += _BESIDE * np.array([np.cos(angle), np.sin(angle)])
         meeting = rng.normal(0, dials.waypoint_noise, 3)
         home = [arm.pose(start) for arm, start in zip(self._arms, starts, strict=True)]
         script = _transfer if self._env.config.task == "transfer" else _insertion
@@ -67,6 +78,8 @@ class AlohaExpert:
         noise = rng.normal(0, dials.action_noise, self._plan.shape)
         noise[:, [6, 13]] = 0
         self._plan += noise
+        if lets_go:
+            self._plan[times >= _LET_GO[self._env.config.task], 13] = 1.0
 
     def action(self, step: int) -> Float[Array, "14"]:
         """The plan's action at a step; its last one from its end on."""
@@ -122,6 +135,12 @@ _Way = list[_Point]
 
 _DOWN = 60.0
 """Degrees by which a gripper points down when it grasps from the table."""
+_BESIDE = 0.05
+"""Metres by which an arm that misses reaches beside its object; the cube is 4 cm wide."""
+_LET_GO = {"transfer": 150, "insertion": 175}
+"""Steps of the scripts at which the right arm has lifted its object and has not met the left one yet."""
+_FOREARM_COST = 1e-3
+"""Weight of the forearm's squared angle beside the squared errors of the gripper: place in metres, turn in radians."""
 _CUBE_HEIGHT, _PEG_HEIGHT, _SOCKET_HEIGHT = 0.02, 0.01, 0.022
 """Metres above the table at which the objects' centres come to rest; an episode starts with them in the air."""
 
@@ -219,13 +238,18 @@ class _Arm:
         return _Pose(self._data.xpos[self._body] + matrix @ self._FINGERTIPS, Rotation.from_matrix(matrix))
 
     def towards(self, joints: Float[Array, "6"], goal: _Pose, *, iterations: int = 3) -> Float[Array, "6"]:
-        """Joints nearer to a pose: damped least squares, so that a pose out of reach does not throw the arm about."""
+        """Joints nearer to a pose: damped least squares, so that a pose out of reach does not throw the arm about.
+
+        Turning the forearm costs something. Otherwise a wrist that passes its singular, straight pose turns by half a
+        circle to either side, as chance has it, and its joints are too far apart for a policy to imitate both.
+        """
+        rest = _FOREARM_COST * np.diag([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
         for _ in range(iterations):
             pose = self.pose(joints)
             error = np.concatenate([goal.place - pose.place, (goal.turn * pose.turn.inv()).as_rotvec()])
             self._mujoco.mj_jac(self._model, self._data, self._jacobian[:3], self._jacobian[3:], pose.place, self._body)
             J = self._jacobian[:, self._joints]
-            step = J.T @ np.linalg.solve(J @ J.T + 1e-4 * np.eye(6), error)
+            step = np.linalg.solve(J.T @ J + 1e-4 * np.eye(6) + rest, J.T @ error - rest @ joints)
             joints = np.clip(joints + np.clip(step, -0.15, 0.15), self._low, self._high)
         return joints
 

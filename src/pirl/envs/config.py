@@ -7,8 +7,12 @@ from pirl.ranges import Bounds, Checked, Count, Natural
 
 TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
 """`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks of four
-colours, zones that move. `stitch`: as `colours`, but demonstrations choose block and zone apart and rarely get both
-right."""
+colours, zones that move. `stitch`: two blocks that their places name; every demonstration errs once, in the block or in
+the zone, so that none shows how to do both."""
+
+
+LiberoSuite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
+"""LIBERO's task suites."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,9 @@ class TabletopConfig(Checked):
     """Height and width of the images."""
     wrist_camera: bool = False
     """Also render a camera that moves with the gripper."""
+    slip: Annotated[float, Bounds(low=0)] = 0.0
+    """Stochastic physics: standard deviation of what is added to each move, as a share of the longest move. Each
+    initial state has its own luck."""
     max_steps: Count | None = None
     """Episode length in steps. None: the level's default."""
 
@@ -65,7 +72,7 @@ class OGBenchConfig(Checked):
 class LiberoConfig(Checked):
     """LIBERO, with OpenPI's conventions (extra `libero`, and LIBERO's assets)."""
 
-    suite: Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"] = "libero_goal"
+    suite: LiberoSuite = "libero_goal"
     """The task suite."""
     task_ids: tuple[int, ...] | None = None
     """Use only these tasks of the suite. None: all."""
@@ -84,6 +91,36 @@ class LiberoConfig(Checked):
     """Simulator seed, which places fixtures; the index of the initial state is added to it. OpenPI uses 7."""
     keep_tasks: Count = 2
     """Simulators to keep, one per task. Each costs about 200 MB; building one takes a second or two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaWorldConfig(Checked):
+    """Meta-World: a Sawyer arm at a table, fifty tasks named by instructions (extra `metaworld`)."""
+
+    suite: Literal["MT10", "MT50"] = "MT10"
+    """The task suite."""
+    tasks: tuple[str, ...] | None = None
+    """Use only these tasks, by Meta-World's names, such as reach-v3; any of the fifty. None: all of the suite."""
+    wrist_camera: bool = False
+    """Also render the camera at the gripper."""
+    near_camera: bool = True
+    """Move the camera `corner2` closer to the table, as published visual results and LeRobot do. Otherwise it stays
+    where Meta-World puts it, from where a puck is a few pixels wide."""
+    render_size: Count = 112
+    """Height and width of the images."""
+    fast_render: bool = True
+    """No shadows, reflections or multisampling: ten times faster, but not what published policies were trained on."""
+    full_state: bool = False
+    """The state is Meta-World's observation of 39 numbers, with objects and goal; there are no pictures then."""
+    dense_reward: bool = False
+    """Reward each step with Meta-World's shaped reward, scaled to 0 to 1, instead of success alone."""
+    end_at_success: bool = True
+    """Success ends the episode, as in Meta-World's own evaluation. Otherwise it lasts `max_steps`, and a success
+    counts once it was reached."""
+    max_steps: Count = 200
+    """Episode length in steps; Meta-World allows 500."""
+    spare_simulators: Count = 16
+    """Simulators, of all tasks, that a process keeps for later episodes. Each costs 10 to 20 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,4 +148,4 @@ class GymConfig(Checked):
     """Control steps per second, for videos."""
 
 
-EnvConfig = TabletopConfig | AlohaConfig | OGBenchConfig | LiberoConfig | GymConfig
+EnvConfig = TabletopConfig | AlohaConfig | OGBenchConfig | LiberoConfig | MetaWorldConfig | GymConfig

@@ -32,6 +32,10 @@ from pirl.records import Array
 ASSETS_VARIABLE = "PIRL_LIBERO_ASSETS"
 """Environment variable with the folder of assets, where the configuration names none."""
 _PACKAGES = ("mujoco", "robosuite", "bddl", "libero")
+PINNED = ("robosuite==1.4.0", "bddl==1.0.1", "hf-libero==0.1.4")
+"""Installed without dependencies: those include LIBERO's training code."""
+INSTALL = "python -m pirl.envs.libero_install"
+"""Sets everything up."""
 _ASSET_FOLDERS = (
     "articulated_objects",
     "scenes",
@@ -39,7 +43,7 @@ _ASSET_FOLDERS = (
     "stable_scanned_objects",
     "turbosquid_objects",
 )
-_DOWNLOAD = "from libero.libero.utils.download_utils import download_assets_from_huggingface as d; d()"
+DOWNLOAD = "from libero.libero.utils.download_utils import download_assets_from_huggingface as d; d()"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +79,7 @@ def check_packages() -> None:
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
         raise EnvError(
             f"LIBERO needs {', '.join(missing)}, which cannot be imported",
-            hint="pip install 'pirl[libero]', then "
-            "pip install --no-deps robosuite==1.4.0 bddl==1.0.1 hf-libero==0.1.4 (see docs/environments.md)",
+            hint=f"{INSTALL}; or pip install 'pirl[libero]', then pip install --no-deps {' '.join(PINNED)}",
         )
 
 
@@ -90,7 +93,7 @@ def find_assets(assets: str | None) -> Path:
     if found is None:
         raise EnvError(
             f"LIBERO's assets (meshes, textures, scenes) are not in {' nor in '.join(map(str, places))}",
-            hint=f'download them once with `python -c "{_DOWNLOAD}"`, or name their folder: --env.assets PATH',
+            hint=f"download them: {INSTALL}; or name their folder: --env.assets PATH, or {ASSETS_VARIABLE}=PATH",
         )
     if missing := [name for name in _ASSET_FOLDERS if not (found / name).is_dir()]:
         raise EnvError(

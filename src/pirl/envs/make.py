@@ -4,7 +4,15 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
-from pirl.envs.config import AlohaConfig, EnvConfig, GymConfig, LiberoConfig, OGBenchConfig, TabletopConfig
+from pirl.envs.config import (
+    AlohaConfig,
+    EnvConfig,
+    GymConfig,
+    LiberoConfig,
+    MetaWorldConfig,
+    OGBenchConfig,
+    TabletopConfig,
+)
 from pirl.envs.env import EnvBatch, RobotEnv, SeparateEnvs
 from pirl.errors import MissingExtraError
 
@@ -13,12 +21,14 @@ _SIMULATORS: dict[type, tuple[str, str]] = {
     AlohaConfig: ("pirl.envs.aloha", "AlohaEnv"),
     OGBenchConfig: ("pirl.envs.ogbench", "OGBenchEnv"),
     LiberoConfig: ("pirl.envs.libero", "LiberoEnv"),
+    MetaWorldConfig: ("pirl.envs.metaworld", "MetaWorldEnv"),
     GymConfig: ("pirl.envs.gym", "GymEnv"),
 }
 """Where each simulator lives; imported only when it is asked for, as each is an extra."""
 
 _PACKAGES: dict[type, tuple[tuple[str, str], ...]] = {
     AlohaConfig: (("gym_aloha", "aloha"), ("dm_control", "aloha")),
+    MetaWorldConfig: (("metaworld", "metaworld"),),
     OGBenchConfig: (("ogbench", "ogbench"),),
 }
 """What they need, and the extra that brings it."""
@@ -44,9 +54,14 @@ def check_installed(config: EnvConfig) -> None:
 
 
 def make_batch(config: EnvConfig, size: int) -> EnvBatch:
-    """`size` environments in this process; those that can be vectorised are."""
+    """`size` environments in this process; those that can share work do."""
     if isinstance(config, TabletopConfig):
         from pirl.envs.tabletop import Tabletop
 
         return Tabletop(config, size)
+    if isinstance(config, MetaWorldConfig):
+        from pirl.envs.metaworld import MetaWorldEnv, Worlds
+
+        worlds = Worlds(config)
+        return SeparateEnvs([MetaWorldEnv(config, worlds) for _ in range(size)])
     return SeparateEnvs([make_env(config) for _ in range(size)])

@@ -38,18 +38,25 @@ class Level:
     blocks: int
     """Blocks on the table, of different colours."""
     colours: tuple[str, ...]
-    """Colours a block may have; each can be named."""
+    """Colours a block may have; each can be named, unless places name the blocks."""
     zones: Mapping[str, tuple[float, float] | None]
     """Zones by the word that names them, and where they are; None: anywhere."""
     area: Area = ((0.32, 0.2), (0.68, 0.6))
     """Where blocks start, and zones without a place of their own."""
+    places: Mapping[str, Area] | None = None
+    """Where each block starts, by the word that names it; None: anywhere in `area`, named by colour."""
     max_steps: int
     """Steps a policy has: enough to go straight, too few for a detour."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What a block may be called."""
+        return self.colours if self.places is None else tuple(self.places)
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """Every instruction there is."""
-        return tuple(f"{colour} block to {zone} zone" for colour in self.colours for zone in self.zones)
+        return tuple(f"{name} block to {zone} zone" for name in self.names for zone in self.zones)
 
 
 _SIDES = {"left": (0.12, 0.5), "right": (0.88, 0.5), "top": (0.5, 0.88)}
@@ -63,7 +70,13 @@ LEVELS: Mapping[TabletopLevel, Level] = {
         area=((0.14, 0.14), (0.86, 0.86)),
         max_steps=14,
     ),
-    "stitch": Level(blocks=2, colours=("red", "blue"), zones=_SIDES, max_steps=12),
+    "stitch": Level(
+        blocks=2,
+        colours=("red", "red"),
+        zones=_SIDES,
+        places={"near": ((0.32, 0.2), (0.68, 0.3)), "far": ((0.32, 0.5), (0.68, 0.6))},
+        max_steps=16,
+    ),
 }
 _GRIPPER_AREA: Area = ((0.3, 0.05), (0.7, 0.75))
 # No point is within reach of two blocks, zones do not share a point, and no block starts where it can be released.
@@ -97,6 +110,8 @@ class State:
     """Something was released in a zone."""
     success: Bool[Array, "n"]
     """It was the right thing in the right zone."""
+    luck: Int64[Array, "n"]
+    """The seed of what slips."""
 
     @classmethod
     def empty(cls, level: Level, size: int) -> "State":
@@ -113,6 +128,7 @@ class State:
             steps=np.full(size, -1, np.int64),
             ended=np.zeros(size, bool),
             success=np.zeros(size, bool),
+            luck=np.zeros(size, np.int64),
         )
 
 
@@ -121,22 +137,26 @@ def draw(level: Level, context: Context) -> dict[str, Any]:
     rng = np.random.default_rng(context.init)
     gripper = rng.uniform(*_GRIPPER_AREA)
     places = _places(level, rng)
-    colour, _, _, zone, _ = context.task.split()
-    others = [other for other in rng.permutation(level.colours).tolist() if other != colour]
-    block = int(rng.integers(level.blocks))
-    colours = [*others[:block], colour, *others[block : level.blocks - 1]]
+    name, _, _, zone, _ = context.task.split()
+    if level.places is None:
+        others = [other for other in rng.permutation(level.colours).tolist() if other != name]
+        block = int(rng.integers(level.blocks))
+        colours = [*others[:block], name, *others[block : level.blocks - 1]]
+    else:
+        block, colours = level.names.index(name), list(level.colours)
     return dict(
         gripper=gripper,
         closed=False,
         held=-1,
         blocks=places[: level.blocks],
-        colours=[NUMBERS[name] for name in colours],
+        colours=[NUMBERS[colour] for colour in colours],
         zones=places[level.blocks :],
         block=block,
         zone=list(level.zones).index(zone),
         steps=0,
         ended=False,
         success=False,
+        luck=context.init,
     )
 
 
@@ -150,6 +170,8 @@ def _places(level: Level, rng: np.random.Generator) -> Float[Array, "P 2"]:
         for zone, place in enumerate(level.zones.values(), level.blocks):
             if place is not None:
                 layouts[:, zone] = place
+        for block, area in enumerate((level.places or {}).values()):
+            layouts[:, block] = rng.uniform(*area, (_TRIES, 2))
         distances = np.linalg.norm(layouts[:, :, None] - layouts[:, None], axis=-1)
         good = np.flatnonzero((distances >= apart).all(axis=(1, 2)))
         if len(good):
@@ -205,7 +227,8 @@ class Tabletop:
     def _step(self, rows: Int64[Array, "m"], actions: Float32[Array, "m 3"]) -> Bool[Array, "m"]:
         """Move, carry, then open or close; which of them succeeded."""
         state, every = self.state, np.arange(len(rows))
-        gripper = np.clip(state.gripper[rows] + np.float32(SPEED) * actions[:, :2], 0, 1)
+        moves = actions[:, :2] + self._slips(rows) if self.config.slip else actions[:, :2]
+        gripper = np.clip(state.gripper[rows] + np.float32(SPEED) * moves, 0, 1)
         blocks, held, close = state.blocks[rows], state.held[rows], actions[:, 2] > 0
         holds = held >= 0
         blocks[every[holds], held[holds]] = gripper[holds]
@@ -224,6 +247,12 @@ class Tabletop:
         state.ended[rows] = released & inside.any(axis=1)
         state.success[rows] = success
         return success
+
+    def _slips(self, rows: Int64[Array, "m"]) -> Float32[Array, "m 2"]:
+        """What is added to this step's moves: by the episode's start and the step, so that snapshots stay exact."""
+        keys = zip(self.state.luck[rows].tolist(), self.state.steps[rows].tolist(), strict=True)
+        drawn = np.array([np.random.default_rng(key).standard_normal(2) for key in keys]).reshape(-1, 2)
+        return (self.config.slip * drawn).astype(np.float32)
 
     def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
         """What each of the slots shows."""

@@ -4,11 +4,12 @@ It moves straight to where it wants to be (with a little noise), stands still fo
 ends the episode with its last release, whatever came of it. An episode has at most one kind of error, drawn from the
 seed: wrong zone, wrong block, a detour over a wrong zone, or a release half-way.
 
-Detours are what separates value learning from imitating successes: they succeed, but too late for a policy. In the
-`stitch` dials the two choices are drawn apart: a wrong block is put aside at the lower edge, where no zone is, and the
-right one fetched after all. So the zone is chosen with the right block in hand whatever happened before, and a
-critic can learn that half from all episodes; the time a wrong block costs can teach it the other half. Only one episode
-in six does both right, and four in ten succeed: most of these too late for a policy.
+Detours are what separates value learning from imitating successes: they succeed, but too late for a policy. With the
+`stitch` dials every episode errs exactly once. Half of them fetch the wrong block, put it back where it was, and then
+do everything right: too late for a policy. The others fetch the right block at once and deliver it to a wrong zone. So
+no episode succeeds in time, whatever filter chooses among them, and by observed returns the wrong block is the better
+beginning. With the right block in hand nothing tells what happened before: a critic that bootstraps there joins the
+good half of one kind of episode to the good half of the other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +24,14 @@ from pirl.envs.tabletop import SPEED, STATE, Tabletop
 from pirl.errors import ConfigError, EnvError
 from pirl.records import Array, Context, Episode, Rollout
 
-OPERATOR_STEPS = 30
+OPERATOR_STEPS = 36
 """Steps the operator has; a policy has fewer (`Level.max_steps`)."""
 ARRIVED = 0.03
 """The operator is where it wants to be when it is nearer than this."""
 ASIDE = 0.06
-"""How far from the lower edge a wrong block is put aside."""
+"""How far from the lower edge a wrong block is carried before it is put back."""
+PAUSE = 4
+"""Steps that it is held there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +41,21 @@ class Dials:
     wrong: float = 0.0
     """Share of episodes that deliver to a wrong zone: a failure."""
     wrong_block: float = 0.0
-    """Share that takes a wrong block: a failure, unless `apart`."""
+    """Share that takes a wrong block: a failure, unless it is `put_back`."""
     detour: float = 0.0
     """Share that carries to a wrong zone first, and then to the right one: a late success."""
     early: float = 0.0
     """Share that releases between 0.4 and 0.6 of the way: a failure, unless the zone was so near that this is in it."""
     noise: float = 0.05
     """Standard deviation of the moves, as a share of the longest; moves that arrive have none."""
-    apart: bool = False
-    """Draw `wrong` and `wrong_block` independently of each other, and put a wrong block aside: it only costs time."""
+    mislabelled: float = 0.0
+    """Share of episodes, of any kind, whose recorded outcome is the wrong one: labels are not always right."""
+    put_back: bool = False
+    """Put a wrong block back where it was and fetch the right one after all: it only costs time."""
 
     def __post_init__(self) -> None:
         shares = (self.wrong, self.wrong_block, self.detour, self.early)
-        together = max(self.wrong + self.detour + self.early, self.wrong_block) if self.apart else sum(shares)
-        if min(shares) < 0 or together > 1 or not self.noise >= 0:
+        if min(shares) < 0 or sum(shares) > 1 or not self.noise >= 0 or not 0 <= self.mislabelled <= 1:
             raise ConfigError(f"dials of the operator: {self}", hint="shares and noise >= 0, shares together at most 1")
 
 
@@ -61,15 +65,15 @@ DEMONSTRATION: Mapping[TabletopLevel, Dials] = {
     "easy": Dials(wrong=0.25, detour=0.25, early=0.08),
     "colours": Dials(wrong=0.15, wrong_block=0.2, detour=0.2, early=0.05),
     "two_blocks": Dials(wrong=0.15, wrong_block=0.15, detour=0.2, early=0.05),
-    "stitch": Dials(wrong=0.6, wrong_block=0.6, apart=True),
+    "stitch": Dials(wrong=0.5, wrong_block=0.5, put_back=True),
 }
 """The imperfect demonstrations of each level."""
 
 _CLOSE, _OPEN = 1.0, -1.0
-_LEGS = 4
+_LEGS = PAUSE + 4
 
 
-class Plan(NamedTuple):
+class Route(NamedTuple):
     """What the operator means to do on one table."""
 
     route: Float[Array, "legs 3"]
@@ -78,33 +82,34 @@ class Plan(NamedTuple):
     """What is added to each move."""
 
 
-def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Plan:
+def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Route:
     """The operator's plan for an episode that has just begun. The same numbers are drawn whatever the dials are."""
     state = table.state
     blocks, zones = state.blocks[slot].astype(float), state.zones[slot].astype(float)
     right_block, right_zone = int(state.block[slot]), int(state.zone[slot])
-    choice, block_choice, share = rng.random(), rng.random(), rng.uniform(0.4, 0.6)
+    choice, _, share = rng.random(), rng.random(), rng.uniform(0.4, 0.6)  # a draw that nothing needs any more
     other_zone = (right_zone + int(rng.integers(1, len(zones)))) % len(zones)
     other_block = (right_block + int(rng.integers(1, max(len(blocks), 2)))) % len(blocks)
     noise = dials.noise * rng.standard_normal((OPERATOR_STEPS, 2))
 
-    edges = np.cumsum([dials.wrong, dials.detour, dials.early, 0.0 if dials.apart else dials.wrong_block])
+    edges = np.cumsum([dials.wrong, dials.detour, dials.early, dials.wrong_block])
     wrong, detour, early, wrong_block = np.arange(4) == np.searchsorted(edges, choice, side="right")
-    aside = dials.apart and block_choice < dials.wrong_block
-    block, zone = blocks[other_block if wrong_block else right_block], zones[other_zone if wrong else right_zone]
+    first, block = blocks[other_block], blocks[other_block if wrong_block and not dials.put_back else right_block]
+    zone = zones[other_zone if wrong else right_zone]
 
-    route = [(*blocks[other_block], _CLOSE), (blocks[other_block][0], ASIDE, _OPEN)] if aside else []
+    back = [(*first, _CLOSE), *[(first[0], ASIDE, _CLOSE)] * PAUSE, (*first, _OPEN)]
+    route = back if wrong_block and dials.put_back else []
     route.append((*block, _CLOSE))
     if detour:
         route.append((*zones[other_zone], _CLOSE))
     route.append((*(block + share * (zone - block) if early else zone), _OPEN))
-    return Plan(np.array(route), noise)
+    return Route(np.array(route), noise)
 
 
 class Operator:
     """Acts out plans, one on each table of a batch."""
 
-    def __init__(self, table: Tabletop, plans: Sequence[Plan]) -> None:
+    def __init__(self, table: Tabletop, plans: Sequence[Route]) -> None:
         self._table = table
         self._lengths = np.array([len(one.route) for one in plans])
         self._routes = np.stack([np.pad(one.route, ((0, _LEGS - len(one.route)), (0, 0))) for one in plans])
@@ -159,7 +164,17 @@ def demonstrate(
         for name, values in {**seen, **step}.items():
             columns.setdefault(name, []).append(values)
         live = live[~(terminated | outcomes.truncated)]
-    return _split({name: np.concatenate(values) for name, values in columns.items()}, contexts)
+    rollouts = _split({name: np.concatenate(values) for name, values in columns.items()}, contexts)
+    wrong = [np.random.default_rng((seed, slot, 1)).random() < dials.mislabelled for slot in range(table.size)]
+    return [_mislabelled(one) if is_wrong else one for one, is_wrong in zip(rollouts, wrong, strict=True)]
+
+
+def _mislabelled(rollout: Rollout) -> Rollout:
+    """The same episode with the other outcome, in its last reward as well."""
+    episode = rollout.episode
+    rewards = episode.rewards.copy()
+    rewards[-1] = float(not episode.success)
+    return replace(rollout, episode=replace(episode, rewards=rewards, success=not episode.success))
 
 
 def _split(columns: dict[str, Array], contexts: Sequence[Context]) -> list[Rollout]:

@@ -99,7 +99,7 @@ def product(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Ar
 product.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
 
 
-# Under names of their own in a trace, for who plans its memory.
+# Named in the trace, so that the memory planner can recognise them.
 @jax.jit
 def gated_kernel(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Array, "... O"]:
     return in_tiles(x.reshape(-1, x.shape[-1]), *weights).reshape(*x.shape[:-1], -1)

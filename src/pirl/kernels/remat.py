@@ -75,7 +75,7 @@ def kept(x: Array, name: str) -> Array:
     """The same, kept under a name.
 
     What is kept is its negative. A product that the loop keeps as it is would be computed twice on a GPU: once written
-    in place, once for who reads it now. Twice negated, nothing is left of it for the latter.
+    in place, once for its present reader. Twice negated, nothing is left of it for the latter.
     """
     return -checkpoint_name(-x, name)
 

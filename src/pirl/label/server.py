@@ -40,7 +40,7 @@ class LabelServer(ThreadingHTTPServer):
         self.lengths = {one.index: one.length for one in self.meta.episodes}
         self.episodes = {one.index: one for one in self.meta.episodes}
         self.name, self.token = name, secrets.token_urlsafe(16)
-        self.read_labels()  # a file that cannot be read is told of before the browser opens
+        self.read_labels()  # report an unreadable file before the browser opens
         self.pictures = lru_cache(maxsize=8)(self._pictures)
         self._decoding = threading.Lock()
         super().__init__((HOST, port), _Handler)

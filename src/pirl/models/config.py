@@ -16,7 +16,7 @@ Attention = Literal["auto", "plain", "xla", "cudnn"]
 FlowTimes = Literal["beta", "uniform"]
 """Where on the way from noise to data the flow is learned. beta: Beta(1.5, 1), denser near the noise (OpenPI). uniform:
 everywhere alike (Q-chunking, FQL)."""
-FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only"]
+FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only", "frozen"]
 """full: everything trains. lora: OpenPI's rule (adapters, SigLIP and heads train; the transformers that carry adapters
 do not). vlm_frozen: the action expert and the heads train. expert_only: only the expert's transformer trains."""
 
@@ -220,6 +220,9 @@ class MLPFlowConfig:
 
 _TINY_VISION = SigLIPConfig(width=64, depth=2, mlp_dim=128, num_heads=2, patch_size=8)
 _TINY_GEMMA = GemmaConfig(width=64, depth=2, mlp_dim=128, num_heads=4, head_dim=16)
+_MINI_VISION = SigLIPConfig(width=192, depth=6, mlp_dim=768, num_heads=6, patch_size=11)
+_MINI_VLM = GemmaConfig(width=256, depth=6, mlp_dim=1024, num_heads=8, head_dim=32)
+_MINI_EXPERT = GemmaConfig(width=192, depth=6, mlp_dim=768, num_heads=8, head_dim=32)
 _SMALL_VISION = SigLIPConfig(width=384, depth=12, mlp_dim=1536, num_heads=6, patch_size=14)
 _SMALL_VLM = GemmaConfig(width=640, depth=8, mlp_dim=3072, num_heads=8, head_dim=64)
 _SMALL_EXPERT = GemmaConfig(width=384, depth=8, mlp_dim=1536, num_heads=8, head_dim=64)
@@ -230,6 +233,17 @@ PRESETS: dict[str, Pi0Config] = {
     "pi0_lora": Pi0Config(vlm=GEMMA_VARIANTS["gemma_2b_lora"], expert=GEMMA_VARIANTS["gemma_300m_lora"]),
     "pi05_lora": Pi0Config(pi05=True, vlm=GEMMA_VARIANTS["gemma_2b_lora"], expert=GEMMA_VARIANTS["gemma_300m_lora"]),
     "pi0_small": Pi0Config(vlm=_SMALL_VLM, expert=_SMALL_EXPERT, vision=_SMALL_VISION, vocab_size=16_384),
+    "pi0_mini": Pi0Config(
+        vlm=_MINI_VLM,
+        expert=_MINI_EXPERT,
+        vision=_MINI_VISION,
+        image_size=132,
+        vocab_size=512,
+        cameras=CAMERAS[:1],
+        action_dim=16,
+        horizon=20,
+        max_token_len=8,
+    ),
     "pi0_tiny": Pi0Config(
         vlm=_TINY_GEMMA,
         expert=_TINY_GEMMA,
@@ -244,7 +258,8 @@ PRESETS: dict[str, Pi0Config] = {
         remat="none",
     ),
 }
-"""Named sizes: π₀ and π₀.₅ (3.2B and 3.4B parameters, with or without adapters), one of ~100M, one for a CPU."""
+"""Named sizes: π₀ and π₀.₅ (3.2B and 3.4B parameters, with or without adapters), one of ~100M, one of ~10M that learns
+from scratch in a simulator on one GPU, one for a CPU."""
 
 
 def get_preset(name: str) -> Pi0Config:

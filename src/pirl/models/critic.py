@@ -3,6 +3,9 @@
     embed   state (and prefix features) -> what the first layer takes from it      once per observation
     score   N chunks -> their values                                               cheap, sharing the embedding
 
+A critic may have further heads on the same embedding: Q_P(s, a_0 … a_{k-1}) of the first k steps alone, and V(s),
+which is the one of no steps.
+
 `PrefixCritic` reads π₀'s prefix, `MLPCritic` the state alone; from the first hidden layer on they are the same. Every
 parameter has the ensemble's members on axis 0. All is computed in float32, except the products of hidden layers where
 another type is asked for. No gradient leaves towards the policy.
@@ -67,10 +70,25 @@ class Critic(ABC):
     """Real dimensions of an action: the first ones. Padding would tell the critic nothing and cost parameters."""
     critic_horizon: int
     """Steps of a chunk that are scored: the first ones."""
+    heads: tuple[int, ...] = ()
+    """Further values, each of fewer steps; 0: of the state alone."""
 
     @abstractmethod
+    def declare_embedding(self) -> dict[str, Leaf]:
+        """What comes before the layers, of one member."""
+
+    @abstractmethod
+    def declare_layers(self, actions: int) -> dict[str, Leaf]:
+        """Layers and head of one member, for so many numbers of a chunk."""
+
     def declare_member(self) -> dict[str, Leaf]:
         """Every parameter of one member, without the ensemble axis."""
+        leaves = self.declare_embedding() | self.declare_layers(self.critic_horizon * self.real_action_dim)
+        for steps in self.heads:
+            own = self.declare_layers(steps * self.real_action_dim)
+            del own["layer_0/state"]  # that is the embedding, which all share
+            leaves |= prefixed(_head_name(steps), own)
+        return leaves
 
     @abstractmethod
     def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
@@ -102,23 +120,26 @@ class Critic(ABC):
         embedding: Float[Array, "E B D"],
         actions: Float[Array, "B N H A"],
         *,
+        steps: int | None = None,
         key: Array | None = None,
     ) -> Float[Array, "E B N *bins"]:
         """Values of N chunks per observation: one number each, or logits over bins. A key turns dropout on.
 
-        Chunks may be longer and wider than what is scored; cutting and clipping happens here and nowhere else, so
-        that data and samples go through the same.
+        `steps` asks the head of so many steps. Chunks may be longer and wider than what is scored; cutting and clipping
+        happens here and nowhere else, so that data and samples go through the same.
         """
-        horizon, dim = self.critic_horizon, self.real_action_dim
+        horizon, dim = self.critic_horizon if steps is None else steps, self.real_action_dim
         if actions.shape[2] < horizon or actions.shape[3] < dim:
             raise ConfigError(
                 f"chunks of {actions.shape[2]} steps of {actions.shape[3]} dimensions came to the critic",
                 hint=f"it scores {horizon} steps of {dim} dimensions; longer and wider chunks are cut, shorter are not",
             )
         actions = actions[:, :, :horizon, :dim].astype(jnp.float32)
-        flat = jnp.clip(actions, -self.config.action_clip, self.config.action_clip).reshape(*actions.shape[:2], -1)
+        clipped = jnp.clip(actions, -self.config.action_clip, self.config.action_clip)
+        flat = clipped.reshape(*actions.shape[:2], horizon * dim)
 
         dtype = jnp.dtype(self.config.dtype)
+        params = params if steps is None else params[_head_name(steps)]
         params = jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, params)
 
         def member(params: Params, embedding: Array, key: Array | None) -> Array:
@@ -141,10 +162,10 @@ class PrefixCritic(Critic):
     feature_width: int
     """Size of a prefix token."""
 
-    def declare_member(self) -> dict[str, Leaf]:
-        """Pool, trunk, layers and head."""
+    def declare_embedding(self) -> dict[str, Leaf]:
+        """Pool and trunk."""
         c = self.config
-        head_dim, actions = c.pool_width // c.pool_heads, self.critic_horizon * self.real_action_dim
+        head_dim = c.pool_width // c.pool_heads
         project = Leaf((self.feature_width, c.pool_heads, head_dim), lecun_normal(self.feature_width))
         leaves = {
             "pool/query": Leaf((c.num_queries, c.pool_heads, head_dim), normal(1.0)),
@@ -152,13 +173,17 @@ class PrefixCritic(Critic):
             "pool/value": project,
         }
         sources = {"pooled": c.num_queries * c.pool_width, "state": self.state_dim}
-        leaves |= prefixed("trunk", _layer(sources, c.embedding_width))
+        return leaves | prefixed("trunk", dense(sources, c.embedding_width))
+
+    def declare_layers(self, actions: int) -> dict[str, Leaf]:
+        """The chunk enters every layer."""
+        c, chunk = self.config, {"action": actions} if actions else {}
+        leaves: dict[str, Leaf] = {}
         name, width = "state", c.embedding_width
         for i, out in enumerate(c.hidden):
-            leaves |= prefixed(f"layer_{i}", _layer({name: width, "action": actions}, out))
+            leaves |= prefixed(f"layer_{i}", dense({name: width} | chunk, out))
             name, width = "hidden", out
-        leaves |= _head(lecun_normal(width), width, c.outputs)
-        return leaves
+        return leaves | _head(lecun_normal(width), width, c.outputs)
 
     def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
         """Pool the prefix, join the proprioception, and apply the first layer's half for the state."""
@@ -169,25 +194,28 @@ class PrefixCritic(Critic):
             )
         pooled = pool(params["pool"], inputs.features, inputs.mask)
         sources = {"pooled": pooled, "state": inputs.state[:, : self.state_dim].astype(jnp.float32)}
-        return _activate(params["trunk"], _mix(params["trunk"], sources)) @ params["layer_0"]["state"]
+        return activate(params["trunk"], mix(params["trunk"], sources)) @ params["layer_0"]["state"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPCritic(Critic):
     """Q-chunking's critic: a multi-layer perceptron over [s, a_0 … a_{h-1}], LayerNorm after each activation."""
 
-    def declare_member(self) -> dict[str, Leaf]:
-        """Layers and head, with Q-chunking's initialisation: uniform of variance 1/mean(fan_in, fan_out)."""
-        sources = {"state": self.state_dim, "action": self.critic_horizon * self.real_action_dim}
+    def declare_embedding(self) -> dict[str, Leaf]:
+        """Nothing: the first layer reads the state itself."""
+        return {}
+
+    def declare_layers(self, actions: int) -> dict[str, Leaf]:
+        """Q-chunking's initialisation: uniform of variance 1/mean(fan_in, fan_out)."""
+        sources = {"state": self.state_dim} | ({"action": actions} if actions else {})
         leaves: dict[str, Leaf] = {}
         for i, width in enumerate(self.config.hidden):
             # One matrix over the concatenation, kept in two parts: the fan is that of both.
             init = xavier_uniform(sum(sources.values()), width)
-            leaves |= prefixed(f"layer_{i}", _layer(sources, width, init))
+            leaves |= prefixed(f"layer_{i}", dense(sources, width, init))
             sources = {"hidden": width}
         width, outputs = self.config.hidden[-1], self.config.outputs
-        leaves |= _head(xavier_uniform(width, outputs), width, outputs)
-        return leaves
+        return leaves | _head(xavier_uniform(width, outputs), width, outputs)
 
     def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
         """The first layer's half for the state."""
@@ -219,7 +247,7 @@ def pool(params: Params, features: Float[Array, "B P W"], mask: Bool[Array, "B P
     per token it takes queries × heads instead of `pool_width` products, and no keys or values are stored.
     """
     # A token's scale is whatever the VLM makes it; a learned affine would be absorbed by the projections.
-    tokens = _standardize(features.astype(jnp.float32), epsilon=1e-12)
+    tokens = standardize(features.astype(jnp.float32), epsilon=1e-12)
     tokens = jnp.where(mask[..., None], tokens, 0.0)
     query = jnp.einsum("qkd,wkd->qkw", params["query"], params["key"]) * params["query"].shape[-1] ** -0.5
     scores = jnp.einsum("qkw,bpw->bqkp", query, tokens)
@@ -229,7 +257,7 @@ def pool(params: Params, features: Float[Array, "B P W"], mask: Bool[Array, "B P
     values = jnp.einsum("bqkw,wkd->bqkd", summary, params["value"])
     batch, queries = values.shape[:2]
     # An average over many tokens is small; on one scale with the proprioception it is heard from the start.
-    return _standardize(values.reshape(batch, queries, -1)).reshape(batch, -1)
+    return standardize(values.reshape(batch, queries, -1)).reshape(batch, -1)
 
 
 def _score(
@@ -241,18 +269,23 @@ def _score(
         if key is not None:
             kept = jax.random.bernoulli(jax.random.fold_in(key, i), 1 - dropout, z.shape)
             z = jnp.where(kept, z / (1 - dropout), 0.0)
-        return _activate(params[f"layer_{i}"], z)
+        return activate(params[f"layer_{i}"], z)
 
     first = params["layer_0"]
-    x = finish(0, embedding[:, None] + _dot(actions, first["action"]) + first["bias"])
+    x = embedding[:, None] + (_dot(actions, first["action"]) if "action" in first else 0.0) + first["bias"]
+    x = finish(0, x)
     for i in range(1, sum(name.startswith("layer_") for name in params)):
         layer = params[f"layer_{i}"]
-        x = finish(i, _mix(layer, {"hidden": x} | ({"action": actions} if "action" in layer else {})))
+        x = finish(i, mix(layer, {"hidden": x} | ({"action": actions} if "action" in layer else {})))
     # Values are compared with each other: they are not rounded.
     return _dot(x, params["head"]["kernel"], exact=True) + params["head"]["bias"]
 
 
-def _layer(sources: Mapping[str, int], out: int, init: Initializer | None = None) -> dict[str, Leaf]:
+def _head_name(steps: int) -> str:
+    return f"first_{steps}"
+
+
+def dense(sources: Mapping[str, int], out: int, init: Initializer | None = None) -> dict[str, Leaf]:
     """A dense layer over several sources with a LayerNorm. By default all sources start equally loud, however wide."""
     leaves = {name: Leaf((fan, out), init or lecun_normal(fan * len(sources))) for name, fan in sources.items()}
     return leaves | {"bias": Leaf((out,), zeros), "scale": Leaf((out,), ones), "offset": Leaf((out,), zeros)}
@@ -262,7 +295,7 @@ def _head(init: Initializer, width: int, outputs: int) -> dict[str, Leaf]:
     return {"head/kernel": Leaf((width, outputs), init), "head/bias": Leaf((outputs,), zeros)}
 
 
-def _mix(layer: Params, sources: Mapping[str, Array]) -> Array:
+def mix(layer: Params, sources: Mapping[str, Array]) -> Array:
     """The layer's matrix on the concatenation of its sources."""
     return sum((_dot(x, layer[name]) for name, x in sources.items()), start=layer["bias"])
 
@@ -272,12 +305,12 @@ def _dot(x: Float[Array, "... I"], kernel: Float[Array, "I O"], *, exact: bool =
     return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32 if exact else None)
 
 
-def _activate(layer: Params, z: Float[Array, "... D"]) -> Float[Array, "... D"]:
+def activate(layer: Params, z: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """GELU, then LayerNorm (Q-chunking's order)."""
-    return _standardize(jax.nn.gelu(z)) * layer["scale"] + layer["offset"]
+    return standardize(jax.nn.gelu(z)) * layer["scale"] + layer["offset"]
 
 
-def _standardize(x: Float[Array, "... D"], epsilon: float = 1e-6) -> Float[Array, "... D"]:
+def standardize(x: Float[Array, "... D"], epsilon: float = 1e-6) -> Float[Array, "... D"]:
     """Mean 0 and variance 1 over the last axis."""
     centred = x - x.mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)

@@ -17,8 +17,8 @@ _PALIGEMMA = re.compile(r"PaliGemma/.*")
 def is_trainable(path: str, config: Pi0Config, rule: FreezeRule) -> bool:
     """Does the parameter at this path train?"""
     expert = bool(_EXPERT.fullmatch(path))
-    if rule == "full":
-        return True
+    if rule in ("full", "frozen"):
+        return rule == "full"
     if rule == "expert_only":
         return expert
     if rule == "vlm_frozen":

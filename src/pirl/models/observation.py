@@ -1,7 +1,7 @@
 """What the policy sees: OpenPI's model input as a pytree."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,20 +45,6 @@ class Observation:
             tokenized_prompt=prompt,
             tokenized_prompt_mask=mask,
         )
-
-
-def drop_absent_cameras(observation: Observation) -> Observation:
-    """Leave out cameras that no sample of the batch has. The result is the same and the sequence is shorter.
-
-    Works on concrete masks (on the host, or outside jit): which cameras remain decides the shapes.
-    """
-    kept = [name for name, mask in observation.image_masks.items() if np.asarray(mask).any()]
-    kept += [name for name in observation.images if name not in observation.image_masks]
-    return replace(
-        observation,
-        images={name: image for name, image in observation.images.items() if name in kept},
-        image_masks={name: mask for name, mask in observation.image_masks.items() if name in kept},
-    )
 
 
 def batch_size(observation: Observation) -> int:

@@ -1,6 +1,6 @@
 """Several processes, one training run: finding each other, waiting for each other, sharing a batch.
 
-Who this process is, is taken from the first of these that says so:
+A process takes its rank from the first of these:
 
 1. the arguments of `initialize`;
 2. `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. On Kubernetes the
@@ -35,24 +35,24 @@ _barriers: Counter[str] = Counter()
 
 
 class DistributedError(PirlError):
-    """Processes that did not find each other, or did not wait for each other."""
+    """Processes that failed to connect or to synchronise."""
 
 
 class LostProcessError(DistributedError):
-    """Another process of the run is gone. What is left cannot say goodbye to it: this process ends at once."""
+    """Another process of the run died. This one exits without a shutdown barrier."""
 
 
 HEARTBEAT_SECONDS = 40
-"""A process that is silent for so long is taken for dead, and JAX ends all others."""
+"""JAX ends all processes when one is silent for this long."""
 _LOST = re.compile(r"gloo|nccl|heartbeat|coordination.?service|(reset|closed) by peer|socket closed", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which process of how many this is; what is None JAX finds out from the launcher itself."""
+    """Rank and number of processes; JAX asks the launcher for fields that are None."""
 
     launcher: str
-    """Who says so."""
+    """The launcher."""
     coordinator: str | None = None
     """host:port of process 0."""
     num_processes: int
@@ -69,7 +69,7 @@ def find_place(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Place | None:
-    """Where this process stands; None for a process on its own."""
+    """Rank and number of processes; None for a single process."""
     given = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
     if any(value is not None for value in given.values()):
         return _complete("the arguments", given, ("coordinator", "num_processes", "process_id"))
@@ -140,7 +140,7 @@ def initialize(
 
 @contextmanager
 def all_alive() -> Iterator[None]:
-    """What a process raises because another one is gone, as an error that says so."""
+    """Turn errors caused by a dead process into one that says so."""
     try:
         yield
     except Exception as error:
@@ -156,7 +156,7 @@ def all_alive() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """Does this process write logs and files for all?"""
+    """Whether this process writes logs and files for all."""
     return jax.process_index() == 0
 
 

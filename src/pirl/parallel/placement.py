@@ -3,7 +3,7 @@
 Weights may be split over the same devices as the batch (FSDP). Left to itself the compiler then often splits an
 activation by the weights it meets, and gathers the whole batch on every device to do so. `train` says where the batch
 lies (`batch_on`), and the models repeat it at the borders of their blocks (`by_sample`): what travels is then weights
-and gradients alone. Without that context nothing is said, and numbers are the same either way.
+and gradients alone. Outside that context these are no-ops; the numbers are the same either way.
 """
 
 from collections.abc import Iterator

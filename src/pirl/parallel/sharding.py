@@ -50,6 +50,12 @@ def fsdp_spec(shape: Sequence[int], dtype: DTypeLike, fsdp: int) -> PartitionSpe
     return PartitionSpec()
 
 
+def shards(shape: Sequence[int], dtype: DTypeLike, fsdp: int) -> bool:
+    """Whether a large matrix is shared among `fsdp` devices; small arrays and vectors never need to be."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return fsdp == 1 or len(shape) < 2 or nbytes < MIN_SHARDED_BYTES or any(fsdp_spec(shape, dtype, fsdp))
+
+
 def state_shardings(mesh: Mesh, shapes: Any) -> Any:
     """A sharding for every leaf of a tree of arrays or ShapeDtypeStructs, such as a whole TrainState."""
     fsdp = mesh.shape[FSDP_AXIS]
@@ -112,11 +118,6 @@ class ShardingReport:
     def largest_share(self) -> float:
         """Part of the tree that the fullest device holds: near 1 / fsdp if sharding works."""
         return max(self.device_bytes.values()) / max(self.total_bytes, 1)
-
-    @property
-    def imbalance(self) -> float:
-        """Bytes on the fullest device over those on the emptiest; 1 is even."""
-        return max(self.device_bytes.values()) / max(min(self.device_bytes.values()), 1)
 
 
 def validate_fsdp_sharding(state: Any, mesh: Mesh) -> ShardingReport:

@@ -1,4 +1,4 @@
-"""Memory: what the devices hold now, what they held at named moments, and what of it is the training state.
+"""Memory: of the devices now and at named moments, and the training state's share of it.
 
 GPUs and TPUs report their allocator's counters; the CPU backend has none, and there the process's own memory is what
 there is to see.
@@ -43,7 +43,7 @@ class Mark:
     """Memory at one moment."""
 
     label: str
-    """What had just happened."""
+    """The moment's name."""
     seconds: float
     """Since the monitor was made (0 for a single reading)."""
     host: int

@@ -17,7 +17,7 @@ and evaluation need less than a step does, and are not counted.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,12 +28,12 @@ import jax
 from pirl.agents.agent import Agent
 from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError
-from pirl.kernels import attention, gated
+from pirl.kernels import gated
 from pirl.models.config import Attention, Pi0Config, Remat
 from pirl.models.freeze import split, trainable_mask
 from pirl.models.params import count, flatten
 from pirl.models.pi0 import param_shapes
-from pirl.parallel.distributed import is_main
+from pirl.parallel.sharding import shards
 from pirl.planning.activations import PROBE, Load, largest, traced_loads
 from pirl.planning.memory import GIB, breakdown, gib, leaf_bytes, shard_bytes, text_table
 from pirl.records import BatchSizes, BatchSpec, Spec
@@ -44,7 +44,7 @@ BY_SPEED: tuple[Remat, ...] = ("none", "names", "dots", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one device needs, and what fits on it."""
+    """Memory of one device: needed, available, and the largest batch."""
 
     parts: Mapping[str, int]
     """Bytes on one device at the peak: the state's groups, `batch`, `gradients, weights at work` and `activations`."""
@@ -69,7 +69,7 @@ class Plan:
     chosen: Remat | None = None
     """The setting that computes least again and fits, where that was asked."""
     suggestions: tuple[str, ...] = ()
-    """What would help, where the batch does not fit at once; each was computed."""
+    """Changes that would help if the batch does not fit at once; each was computed."""
 
     @property
     def peak(self) -> int:
@@ -107,6 +107,8 @@ class _Setup:
     config: RLTrainConfig
     devices: int
     fsdp: int
+    say: Callable[[str], None] = lambda _: None
+    """Called with each variation before it is planned."""
 
     @property
     def model(self) -> Pi0Config:
@@ -116,7 +118,7 @@ class _Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trace:
-    """What planning needs to know of an algorithm with a model, whatever the devices."""
+    """Shapes and traces of an algorithm with a model, independent of devices."""
 
     state: Any
     """Shapes of the training state."""
@@ -133,18 +135,21 @@ def plan(
     devices: int | None = None,
     usable_fraction: float = 0.9,
     choose: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Bytes per device of a training run, the largest batch that fits, and what to do where it does not.
 
     `device_gb` is in GiB, as nvidia-smi counts; `usable_fraction` of it is XLA's. `devices` are at least `mesh.fsdp`.
     A batch that does not fit at once is split; where that does not help, variations are tried and those that fit are
-    suggested. With `choose` it is also said which remat setting fits and computes least again.
+    suggested. With `choose` it is also said which remat setting fits and computes least again. `say` is
+    called with each variation.
     """
-    setup = _Setup(config=config, devices=devices or config.mesh.fsdp, fsdp=config.mesh.fsdp)
+    setup = _Setup(config=config, devices=devices or config.mesh.size, fsdp=config.mesh.size, say=say)
     _check(setup)
     usable = int(device_gb * GIB * usable_fraction)
-    if setup.model.remat == "auto":
-        setup = _with_model(setup, remat=_choose(setup, usable) or "full")
+    if "auto" in (setup.model.remat, config.mesh.fsdp):
+        decided, _ = _decide(setup, usable)  # the parts are what is asked
+        setup = replace(decided, config=replace(decided.config, agent=config.agent))
     found = _plan(setup, usable)
     return replace(
         found,
@@ -153,48 +158,56 @@ def plan(
     )
 
 
-def with_choices(config: RLTrainConfig) -> RLTrainConfig:
-    """The configuration with `model.remat` `auto` decided for the devices that are here. Says that, and what attention
-    `auto` is.
+def decide(
+    config: RLTrainConfig, *, device_gb: int | float | None, devices: int, usable_fraction: float = 0.9
+) -> tuple[RLTrainConfig, bool]:
+    """(the configuration with `mesh.fsdp`, `agent.accumulate` and `model.remat` chosen where they are `auto`; does it
+    fit?)
+
+    The fewest devices share the weights with which the batch fits at once (or in the parts that are set), with as
+    little rematerialisation as fits. Where it never does: all devices, the fewest parts. `device_gb` None: memory is no
+    concern, as on a CPU.
     """
-    model = config.model
-    if not isinstance(model, Pi0Config):
-        return config
-    fused = attention.kernel(model, model.vlm.head_dim) is not None
-    said = [f"model.attention auto: {'cudnn' if fused else 'plain'}"] if model.attention == "auto" else []
-    if said and gated.possible(model):
-        said[0] += ", and a kernel for gated products"
-    if model.remat == "auto":
-        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        # The limit is XLA's share of the device already. Only the attention that will be used needs to be planned for.
-        known = replace(config, model=replace(model, attention="cudnn" if fused else "plain"))
-        chosen = choose_remat(
-            known, device_gb=limit / GIB if limit else None, devices=jax.device_count(), usable_fraction=0.95
-        )
-        room = f"what fits into {limit / GIB:.0f} GiB" if limit else "memory is no concern on a CPU"
-        said.append(f"model.remat auto: {chosen} ({room})")
-        config = replace(config, model=replace(model, remat=chosen))
-    if is_main() and said:
-        print("\n".join(said))
-    return config
-
-
-def choose_remat(
-    config: RLTrainConfig, *, device_gb: int | float | None, devices: int = 1, usable_fraction: float = 0.9
-) -> Remat:
-    """The remat setting that computes least again and whose predicted peak fits; `full` if none does.
-
-    `device_gb` None means that memory is no concern, as on a CPU: then nothing is recomputed.
-    """
-    setup = _Setup(config=config, devices=devices, fsdp=config.mesh.fsdp)
-    if device_gb is None or not isinstance(config.model, Pi0Config):
-        return "none"
+    model, mesh = config.model, replace(config.mesh, fsdp=config.mesh.size)
+    if device_gb is None or not isinstance(model, Pi0Config):
+        if isinstance(model, Pi0Config) and model.remat == "auto":
+            model = replace(model, remat="none")
+        return replace(config, model=model, mesh=mesh, agent=replace(config.agent, accumulate=config.agent.parts)), True
+    setup = _Setup(config=config, devices=devices, fsdp=config.mesh.size)
     _check(setup)
-    return _choose(setup, int(device_gb * GIB * usable_fraction)) or "full"
+    found, fits = _decide(setup, int(device_gb * GIB * usable_fraction))
+    return replace(found.config, mesh=replace(config.mesh, fsdp=found.fsdp)), fits
+
+
+def _decide(setup: _Setup, usable: int) -> tuple[_Setup, bool]:
+    config, remat = setup.config, setup.model.remat
+    remats = BY_SPEED if remat == "auto" else (remat,)
+    sizes = [setup.fsdp] if config.mesh.fsdp != "auto" else _shareable(_with_model(setup, remat=remats[0]))
+    tried = (_with_model(replace(setup, fsdp=fsdp), remat=remat) for fsdp in sizes for remat in remats)
+    parts = config.agent.parts
+    if found := next((one for one in tried if _plan(one, usable).accumulate == parts), None):
+        return _in_parts(found, parts), True
+    ladder = [_with_model(replace(setup, fsdp=sizes[-1]), remat=remat) for remat in remats]
+    fewest = _plan(ladder[-1], usable).accumulate
+    if fewest is None or config.agent.accumulate != "auto":
+        return _in_parts(ladder[-1], parts), False
+    return _in_parts(next(one for one in ladder if _plan(one, usable).accumulate == fewest), fewest), True
+
+
+def _shareable(setup: _Setup) -> list[int]:
+    """Device counts that can share the weights: they divide the devices and an axis of every large matrix."""
+    leaves = jax.tree.leaves(_trace(_essence(setup.config), _whole(setup)).state)
+    divisors = (n for n in range(1, setup.devices + 1) if setup.devices % n == 0)
+    return [n for n in divisors if n == 1 or all(shards(x.shape, x.dtype, n) for x in leaves)]
+
+
+def _whole(setup: _Setup) -> bool:
+    """Whether the kernel for gated products is planned for: one device has it."""
+    return gated.possible(setup.model) and setup.devices == 1
 
 
 def _choose(setup: _Setup, usable: int) -> Remat | None:
-    parts = setup.config.agent.accumulate
+    parts = setup.config.agent.parts
     return next((r for r in BY_SPEED if _plan(_with_model(setup, remat=r), usable).accumulate == parts), None)
 
 
@@ -215,22 +228,28 @@ def _check(setup: _Setup) -> None:
 def _plan(setup: _Setup, usable: int) -> Plan:
     config, model, fsdp = setup.config, setup.model, setup.fsdp
     essence = _essence(config)
-    whole = gated.possible(model) and setup.devices == 1
+    whole = _whole(setup)
+    setup.say(f"freeze {config.freeze_rule}, remat {model.remat}, fsdp {fsdp}")
     traced = _trace(essence, whole)
     shapes = param_shapes(model)
     trainable = split(shapes, trainable_mask(shapes, model, config.freeze_rule))[0]
+    learning = [
+        leaf
+        for path, leaf in flatten(traced.state.params).items()
+        if path not in traced.state.frozen and not path.startswith("critic/")
+    ]
     state = {part.name: part.per_device for part in breakdown(traced.state, fsdp=fsdp).parts}
     for kind in ("ema", "target"):  # frozen weights are in memory once (`Step.shared`)
         for path, leaf in flatten(getattr(traced.state, kind)).items():
             if path in traced.state.frozen:
                 state[f"{kind}/{path.partition('/')[0]}"] -= shard_bytes(leaf, fsdp=fsdp)
     batch = sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(traced.batch)) / PROBE
-    gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in jax.tree.leaves(trainable))
+    gradients = sum(shard_bytes(leaf, fsdp=fsdp) for leaf in learning)
     at_once = _loads(essence, fsdp, whole)
     in_parts = tuple(load.plus(Load(gradients)) for load in at_once)
     share = config.batch_size // setup.devices
     room = usable - sum(state.values())
-    splits = [n for n in range(config.agent.accumulate, share + 1) if share % n == 0]
+    splits = [n for n in range(config.agent.parts, share + 1) if share % n == 0]
 
     def peak(parts: int) -> Load:
         return max(at_once if parts == 1 else in_parts, key=lambda load: load.at(share // parts))
@@ -263,7 +282,7 @@ def _largest_batch(loads: tuple[Load, ...], batch: float, room: int) -> int:
 
 
 def _essence(config: RLTrainConfig) -> RLTrainConfig:
-    """The configuration without what a trace does not depend on, so that variations share theirs."""
+    """The configuration without settings that do not affect the trace, so that variations share one."""
     # Pictures are augmented long before the peak, and tracing that is a quarter of all tracing.
     agent = replace(config.agent, accumulate=1, augment=False)
     return replace(config, agent=agent, batch_size=1, mesh=replace(config.mesh, fsdp=1))
@@ -314,7 +333,7 @@ def batch_shapes(agent: Agent, sizes: BatchSizes) -> Any:
 
 def _suggest(setup: _Setup, usable: int, found: Plan) -> Iterator[str]:
     """Variations that need less, those first that change the result least."""
-    if found.accumulate == setup.config.agent.accumulate:
+    if found.accumulate == setup.config.agent.parts:
         return
     tried = {name: _plan(changed, usable) for name, changed in _variations(setup)}
     if not found.fits and not any(other.fits for other in tried.values()):
@@ -345,6 +364,8 @@ def _variations(setup: _Setup) -> Iterator[tuple[str, _Setup]]:
     if len(config.cameras) > 1:
         fewer = replace(config, data=replace(config.data, cameras=config.cameras[:-1]))
         yield f"{len(config.cameras) - 1} camera(s)", replace(setup, config=fewer)
+    if config.freeze_rule == "frozen":
+        return
     if config.freeze_rule in ("full", "lora"):
         yield "VLM frozen (expert and heads train)", _frozen(setup, "vlm_frozen")
     if config.freeze_rule != "expert_only":
@@ -356,6 +377,10 @@ def _variations(setup: _Setup) -> Iterator[tuple[str, _Setup]]:
 
 def _with_model(setup: _Setup, **changes: Any) -> _Setup:
     return replace(setup, config=replace(setup.config, model=replace(setup.model, **changes)))
+
+
+def _in_parts(setup: _Setup, parts: int) -> _Setup:
+    return replace(setup, config=replace(setup.config, agent=replace(setup.config.agent, accumulate=parts)))
 
 
 def _frozen(setup: _Setup, rule: Any) -> _Setup:

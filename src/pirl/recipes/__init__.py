@@ -13,10 +13,10 @@ from pirl import trust
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.errors import ConfigError, did_you_mean
-from pirl.recipes import aloha, debug, droid, foreign, libero, tabletop
+from pirl.recipes import aloha, aloha_sim, debug, droid, foreign, libero, metaworld, tabletop
 from pirl.recipes.foreign import ALIASES as ALIASES
 
-_MODULES = (debug, tabletop, aloha, libero, droid)
+_MODULES = (debug, tabletop, aloha, aloha_sim, libero, metaworld, droid)
 
 RECIPES: Mapping[str, RLTrainConfig] = {recipe.name: recipe for module in _MODULES for recipe in module.RECIPES}
 """Every recipe by its name."""
@@ -67,7 +67,7 @@ def load(source: str) -> RLTrainConfig:
 
 
 def _load_foreign(data: Mapping[str, Any], source: str) -> RLTrainConfig:
-    """A file in another trainer's style; what it means here is said."""
+    """Read a file in another trainer's style and print the equivalent pirl command."""
     from pirl.recipes.flags import apply_flags
 
     recipe, words = foreign.translate(data, RECIPES)

@@ -4,6 +4,7 @@
     pirl train acrlpd_aloha_fold_lora --exp-name box1 --data-path recordings/fold_box
     pirl train bc_aloha_fold --exp-name warm --data-path recordings/fold_box
     pirl train ript_aloha_transfer --exp-name r1 --init-weights gs://openpi-assets/checkpoints/pi0_aloha_sim
+    pirl train flow_ppo_aloha_transfer --exp-name p1 --init-weights gs://openpi-assets/checkpoints/pi0_aloha_sim
 
 `rl_fold_box` is an alias of acrlpd_aloha_fold. Bring your own LeRobot dataset with demonstrations and the robot's own
 attempts. Outcomes come from next.success or next.reward; without such a column, pass `--data.outcome sparse_success
@@ -23,6 +24,9 @@ One episode in ten of each outcome is held out to measure on (`data.held_out`): 
 RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed like OpenPI's
 client, groups of 8 rollouts, full rendering, because the checkpoint was trained on it.
 
+PPO over the denoising path (`flow_ppo_aloha_transfer`): the same with πRL's rates (5e-6 for the expert, 1e-4 for the
+value) and a value on the frozen prefix.
+
 Hardware, by `pirl plan`, not measured: acrlpd_aloha_fold 12 GiB on each of 8 devices with --mesh.fsdp 8;
 acrlpd_aloha_fold_lora 18 GiB, so one 24 GB card; bc_aloha_fold 62 GiB on one device; all with --model.remat full.
 Results: not run at full size yet.
@@ -30,7 +34,7 @@ Results: not run at full size yet.
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, FlowPPOConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import AlohaConfig
@@ -38,7 +42,7 @@ from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
 from pirl.rollout.config import EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule, KeepBest
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
 
 _PI0_BASE = "gs://openpi-assets/checkpoints/pi0_base"
 _STEPS = 50_000
@@ -96,6 +100,15 @@ _RIPT = RLTrainConfig(
     log_interval=1,
 )
 
+_FLOW_PPO = replace(
+    _RIPT,
+    name="flow_ppo_aloha_transfer",
+    agent=FlowPPOConfig(group_size=8, groups_per_iteration=16, discount=0.998, bootstrap_timeouts=False, accumulate=4),
+    critic=get_critic_preset("pair"),
+    policy_schedule=ConstantSchedule(lr=5e-6, warmup_steps=10),
+    critic_schedule=ConstantSchedule(lr=1e-4),
+)
+
 _LORA = replace(get_preset("pi0_lora"), horizon=20)
 
 RECIPES = (
@@ -109,5 +122,6 @@ RECIPES = (
     ),
     _BC,
     _RIPT,
+    _FLOW_PPO,
     replace(_BC, name="bc_aloha_fold_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
 )

@@ -40,7 +40,7 @@ RECIPES = (_ACRLPD, replace(_ACRLPD, name="debug_bc", agent=BCConfig(augment=Fal
 
 def shrink(config: RLTrainConfig) -> RLTrainConfig:
     """The same run, small enough to test within a minute; it learns nothing useful."""
-    tokenizer = config.data.tokenizer if config.data.tokenizer == "none" else "byte"
+    tokenizer = config.data.tokenizer if config.data.tokenizer in ("none", "word") else "byte"  # those without a file
     return replace(
         config,
         model=_shrink_model(config.model),
@@ -60,7 +60,7 @@ def shrink(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def vary(config: RLTrainConfig, variant: str) -> RLTrainConfig:
-    """`quick`: the real model for a few steps, to see speed and memory. `full`: as it stands. `benchmark`: evaluated
+    """`quick`: the real model for a few steps, to see speed and memory. `full`: unchanged. `benchmark`: evaluated
     as benchmarks are, 50 episodes of each task's test states, before and after.
     """
     if variant == "quick":

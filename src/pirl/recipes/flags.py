@@ -50,14 +50,10 @@ def _short_names(prog: str) -> argparse.ArgumentParser:
     add("--critic-lr", type=float, metavar="LR", help="the critic's peak learning rate; a floor moves with it")
     add("--save-interval", type=int, metavar="N", help="checkpoint.save_interval")
     add("--data-path", nargs="+", metavar="DATASET", help="data.repo_ids, in equal shares: folders or hub names")
-    add(
-        "--enable-fsdp", action="store_true", help="mesh.fsdp auto: weights are shared among devices where they must be"
-    )
+    add("--enable-fsdp", action="store_true", help="mesh.fsdp auto: shard the weights over as many devices as needed")
     add("--no-wandb", action="store_true", help="take wandb out of the sinks")
-    add(
-        "--variant", choices=("quick", "full", "benchmark"), help="few steps; as it stands; evaluated as benchmarks are"
-    )
-    add("--debug", action="store_true", help="the same run with a tiny model and ten steps, to see that all is there")
+    add("--variant", choices=("quick", "full", "benchmark"), help="few steps; unchanged; evaluated like the benchmark")
+    add("--debug", action="store_true", help="the same run with a tiny model and ten steps, to test the set-up")
     return parser
 
 
@@ -88,6 +84,8 @@ def _apply_short_names(config: RLTrainConfig, given: argparse.Namespace) -> RLTr
         changes["checkpoint"] = replace(config.checkpoint, save_interval=given.save_interval)
     if given.data_path is not None:
         changes["data"] = replace(config.data, repo_ids=tuple(given.data_path), weights=None)
+    if given.enable_fsdp:
+        changes["mesh"] = replace(config.mesh, fsdp="auto")
     if given.no_wandb:
         changes["sinks"] = tuple(sink for sink in config.sinks if sink != "wandb")
     return replace(config, **changes)

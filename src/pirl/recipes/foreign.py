@@ -1,7 +1,7 @@
 """Names from elsewhere: other words for recipes and settings, and YAML files written in other trainers' style.
 
 A file in our own style has our settings as keys. Any other file is read leaf by leaf: a known word becomes the flag
-that sets the same thing, and what has no counterpart is said field by field, with the nearest setting.
+that sets the same thing, and fields without a counterpart are listed with the nearest setting.
 """
 
 import difflib

@@ -4,6 +4,7 @@
     pirl train acrlpd_libero_lora --exp-name q1 --data-path physical-intelligence/libero my/rollouts
     pirl train bc_libero --exp-name warm --mesh.fsdp 8
     pirl train ript_libero_goal --exp-name r1 --init-weights checkpoints/bc_libero/warm/30000 --env.assets LIBERO_ASSETS
+    pirl train flow_ppo_libero_goal --exp-name p1 --init-weights checkpoints/bc_libero/warm/30000
 
 π₀.₅, because its released LIBERO checkpoint is the strongest: chunks of 10 actions, no state in the prompt, as it was
 trained. The critic reads the state and scores the 5 actions that OpenPI's client executes before replanning. The
@@ -28,6 +29,9 @@ last 10 are evaluated during training (100 episodes) and give the result: `pirl 
 --episodes 100`. LIBERO's own test (`--split test`) has all 50, of which this policy has seen 40. `--variant quick`
 makes two small iterations, `--variant benchmark` evaluates 50 episodes of every task before and after.
 
+PPO over the denoising path (`flow_ppo_libero_goal`): the same states, rollouts and trained weights; πRL's rates (5e-6
+for the expert, 1e-4 for the value), clip and passes, a value on the frozen prefix.
+
 Hardware, by `pirl plan`, not measured: acrlpd_libero 12 GiB and bc_libero 15 GiB on each of 8 devices with --mesh.fsdp
 8; acrlpd_libero_lora 17 GiB, so one 24 GB card; all with --model.remat full. Results: not run at full size yet. OpenPI
 reports 96.85 % on average for pi05_libero at 30,000 steps.
@@ -35,14 +39,14 @@ reports 96.85 % on average for pi05_libero at 30,000 steps.
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, FlowPPOConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import LiberoConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.rollout.config import CurriculumConfig, EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule, KeepBest
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
 
 _STEPS = 30_000
 
@@ -97,6 +101,15 @@ _RIPT = replace(
     log_interval=1,
 )
 
+_FLOW_PPO = replace(
+    _RIPT,
+    name="flow_ppo_libero_goal",
+    agent=FlowPPOConfig(group_size=8, groups_per_iteration=16, discount=0.998, bootstrap_timeouts=False, accumulate=4),
+    critic=get_critic_preset("pair"),
+    policy_schedule=ConstantSchedule(lr=5e-6, warmup_steps=10),
+    critic_schedule=ConstantSchedule(lr=1e-4),
+)
+
 _LORA = replace(get_preset("pi05_lora"), horizon=10, discrete_state_input=False)
 
 RECIPES = (
@@ -110,5 +123,6 @@ RECIPES = (
     ),
     _BC,
     _RIPT,
+    _FLOW_PPO,
     replace(_BC, name="bc_libero_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
 )

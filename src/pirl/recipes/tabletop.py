@@ -5,9 +5,16 @@
     pirl train bc_tabletop --exp-name first
     pirl train acrlpd_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train ript_tabletop --exp-name first --init-weights checkpoints/acrlpd_tabletop/first/1600
+    pirl train flow_ppo_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train acrlpd_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dagger_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train filtered_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train recap_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train critic_nft_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train qc_fql_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dsrl_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train dsrl_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
+    pirl train rl_token_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
 Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
@@ -15,7 +22,19 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import (
+    ACRLPDConfig,
+    BCConfig,
+    CriticNFTConfig,
+    DAggerConfig,
+    DSRLConfig,
+    FilteredConfig,
+    FlowPPOConfig,
+    QCFQLConfig,
+    RECAPConfig,
+    RIPTConfig,
+    RLTokenConfig,
+)
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import TabletopConfig
@@ -23,7 +42,7 @@ from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
 from pirl.rollout.config import EvalConfig, OnlineConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
 
 _BC = RLTrainConfig(
     name="bc_tabletop",
@@ -58,6 +77,8 @@ _ACRLPD = replace(
         flow_steps=4,
         flow_draws=2,
         target_ess=0.3,
+        members="all",
+        heed_agreement=False,
         bc_loss_weight=0.0,
         target_update_rate=0.02,
         actor_warmup_steps=300,
@@ -90,6 +111,13 @@ _RIPT = replace(
     log_interval=1,
 )
 
+_DAGGER = replace(
+    _ACRLPD,
+    name="dagger_tabletop",
+    agent=DAggerConfig(flow_draws=2, augment=False, ema_decay=0.98),
+    data=replace(_ACRLPD.data, takeover_window=4),
+)
+
 _FILTERED = replace(
     _ACRLPD,
     name="filtered_tabletop",
@@ -109,4 +137,104 @@ _RECAP = replace(
     ),
 )
 
-RECIPES = (_BC, _ACRLPD, _ONLINE, _RIPT, _FILTERED, _RECAP)
+_FLOW_PPO = replace(
+    _RIPT,
+    name="flow_ppo_tabletop",
+    agent=FlowPPOConfig(
+        noise_level=0.7,
+        group_size=8,
+        groups_per_iteration=48,
+        epochs=4,
+        discount=0.98,
+        bootstrap_timeouts=False,
+    ),
+    policy_schedule=CosineSchedule(warmup_steps=16, peak_lr=2e-4, decay_steps=640, decay_lr=4e-5),
+    critic_schedule=ConstantSchedule(lr=1e-3),
+    evaluation=EvalConfig(interval=10, episodes=400),
+    checkpoint=CheckpointConfig(save_interval=10, keep_period=None, keep_best=KeepBest()),
+    num_train_steps=40,
+)
+
+_CRITIC_NFT = replace(
+    _ACRLPD,
+    name="critic_nft_tabletop",
+    agent=CriticNFTConfig(
+        discount=0.9,
+        nft_beta=0.5,
+        old_rate=0.02,
+        num_action_samples=4,
+        flow_steps=4,
+        flow_draws=2,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+)
+
+_QC_FQL = replace(
+    _ACRLPD,
+    name="qc_fql_tabletop",
+    agent=QCFQLConfig(
+        discount=0.9,
+        num_action_samples=1,
+        flow_steps=5,
+        flow_draws=2,
+        target_update_rate=0.02,
+        actor_warmup_steps=300,
+        augment=False,
+        policy_ema_decay=0.98,
+    ),
+    rollout=replace(_BC.rollout, flow_steps=1),
+)
+
+_DSRL = replace(
+    _ACRLPD,
+    name="dsrl_tabletop",
+    agent=DSRLConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=5,
+        q_aggregation="min",
+        target_update_rate=0.02,
+        actor_warmup_steps=400,
+        actor_hidden=(128, 128),
+        augment=False,
+    ),
+    critic=replace(get_critic_preset("tiny"), action_clip=3.0),
+    freeze=None,
+    policy_schedule=ConstantSchedule(lr=1e-3),
+)
+
+_DSRL_ONLINE = replace(_DSRL, name="dsrl_tabletop_online", online=_ONLINE.online)
+
+_RL_TOKEN = replace(
+    _DSRL,
+    name="rl_token_tabletop",
+    agent=RLTokenConfig(
+        discount=0.9,
+        num_action_samples=4,
+        flow_steps=5,
+        q_aggregation="min",
+        target_update_rate=0.02,
+        actor_warmup_steps=400,
+        actor_hidden=(128, 128),
+        augment=False,
+    ),
+)
+
+RECIPES = (
+    _BC,
+    _ACRLPD,
+    _ONLINE,
+    _RIPT,
+    _DAGGER,
+    _FILTERED,
+    _RECAP,
+    _FLOW_PPO,
+    _CRITIC_NFT,
+    _QC_FQL,
+    _DSRL,
+    _DSRL_ONLINE,
+    _RL_TOKEN,
+)

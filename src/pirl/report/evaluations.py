@@ -15,7 +15,7 @@ _FILM = re.compile(r"(success|failure)-(\d+)\.mp4")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
+class RateShown:
     """A share of successes."""
 
     value: float
@@ -27,7 +27,7 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Film:
+class FilmFile:
     """A video of one episode."""
 
     file: Path
@@ -48,9 +48,9 @@ class Evaluation:
 
     asked: Mapping[str, Any]
     """What decides the result: checkpoint, environment, states, seed, ..."""
-    success: Rate
-    tasks: Mapping[str, Rate]
-    films: tuple[Film, ...] = ()
+    success: RateShown
+    tasks: Mapping[str, RateShown]
+    films: tuple[FilmFile, ...] = ()
     strip: Path | None = None
     """All films in one picture."""
     comparison: Mapping[str, float] | None = None
@@ -118,17 +118,17 @@ def read_evaluation(file: Path) -> tuple[Evaluation, list[str]]:
     return evaluation, notes
 
 
-def _tasks(result: Mapping[str, Any]) -> dict[str, Rate]:
+def _tasks(result: Mapping[str, Any]) -> dict[str, RateShown]:
     return {str(task): _rate(rate) for task, rate in result["tasks"].items()}
 
 
-def _rate(data: Mapping[str, Any]) -> Rate:
+def _rate(data: Mapping[str, Any]) -> RateShown:
     numbers = {key: math.nan if data[key] is None else float(data[key]) for key in ("rate", "low", "high")}
     counts = {key: int(data[key]) for key in ("successes", "trials")}
-    return Rate(value=numbers["rate"], low=numbers["low"], high=numbers["high"], **counts)
+    return RateShown(value=numbers["rate"], low=numbers["low"], high=numbers["high"], **counts)
 
 
-def _films(folder: Path, asked: Mapping[str, Any], episodes: Any, notes: list[str]) -> Iterator[Film]:
+def _films(folder: Path, asked: Mapping[str, Any], episodes: Any, notes: list[str]) -> Iterator[FilmFile]:
     """The videos beside the results, each with the initial state it begins from."""
     env = json.dumps(asked.get("env"), sort_keys=True)
     for file in sorted(folder.glob("*.mp4")):
@@ -140,7 +140,7 @@ def _films(folder: Path, asked: Mapping[str, Any], episodes: Any, notes: list[st
         if episode is None or bool(episode["success"]) != success:
             notes.append(f"{file.name} is not of this evaluation and was left out")
             continue
-        yield Film(
+        yield FilmFile(
             file=file,
             size=file.stat().st_size,
             success=success,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pirl.report.evaluations import Evaluation, Film
+from pirl.report.evaluations import Evaluation, FilmFile
 from pirl.report.markup import Markup, element
 from pirl.report.naming import Names
 from pirl.report.run import Run
@@ -24,7 +24,7 @@ _PNG, _MP4 = b"\x89PNG\r\n\x1a\n", b"ftyp"
 class Take:
     """One film, and whose it is."""
 
-    film: Film
+    film: FilmFile
     evaluation: Evaluation
     run: int
     """Position of its run."""

@@ -14,7 +14,7 @@ from jaxtyping import Float64
 
 from pirl.config_io import parse_yaml
 from pirl.errors import CheckpointError, ConfigError
-from pirl.report.evaluations import FILE, FOLDER, Evaluation, Rate, find_evaluations, read_evaluation
+from pirl.report.evaluations import FILE, FOLDER, Evaluation, RateShown, find_evaluations, read_evaluation
 
 METRICS, CONFIG, METADATA, FIRST_BATCH = "metrics.jsonl", "config.yaml", "metadata.json", "first_batch.png"
 HELD_OUT = "held_out.json"
@@ -102,7 +102,7 @@ class Run:
         series = self.series.get("online/episodes")
         return None if series is None or not np.isfinite(series.values[-1]) else int(series.values[-1])
 
-    def success(self, which: int) -> tuple[int, Rate] | None:
+    def success(self, which: int) -> tuple[int, RateShown] | None:
         """Step and result of an evaluation during training: 0 is the first, -1 the last."""
         if SUCCESS not in self.series:
             return None
@@ -112,7 +112,7 @@ class Run:
             return None
         step = rates.steps[known[which]]
         low, high = (self.at(name, step) for name in (SUCCESS_LOW, SUCCESS_HIGH))
-        return int(step), Rate(value=float(rates.values[known[which]]), low=low, high=high)
+        return int(step), RateShown(value=float(rates.values[known[which]]), low=low, high=high)
 
     def at(self, name: str, step: float) -> float:
         """A metric at a step; NaN where it was not written."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from pirl.config_io import ABSENT
 from pirl.report.curves import COLOURS
-from pirl.report.evaluations import Evaluation, Rate
+from pirl.report.evaluations import Evaluation, RateShown
 from pirl.report.markup import Child, Markup, element, join
 from pirl.report.naming import Names
 from pirl.report.run import Run
@@ -35,7 +35,7 @@ def _row(name: Child, cells: Sequence[Cell]) -> Markup:
     return element("tr", element("th", name, scope="row"), content)
 
 
-def rate(of: Rate | None, colour: int = 0) -> Markup:
+def rate(of: RateShown | None, colour: int = 0) -> Markup:
     """A share with its interval, in numbers and as a bar from 0 to 100 %."""
     if of is None or not math.isfinite(of.value):
         return Markup("–")
@@ -43,13 +43,13 @@ def rate(of: Rate | None, colour: int = 0) -> Markup:
     return join(element("b", percent(of.value)), element("small", f"{counted} {interval(of)}"), bar(of, colour))
 
 
-def interval(of: Rate) -> str:
+def interval(of: RateShown) -> str:
     """`48.1 to 56.9 %`, or nothing."""
     known = math.isfinite(of.low) and math.isfinite(of.high)
     return f"{percent(of.low).removesuffix(' %')} to {percent(of.high)}" if known else ""
 
 
-def bar(of: Rate, colour: int = 0) -> Markup:
+def bar(of: RateShown, colour: int = 0) -> Markup:
     """The interval on a track from 0 to 100 %, with a mark at the share itself."""
     ends = (of.low, of.high) if math.isfinite(of.low) and math.isfinite(of.high) else (of.value, of.value)
     low, high, here = (100 * min(max(value, 0.0), 1.0) for value in (*ends, of.value))
@@ -62,7 +62,7 @@ def bar(of: Rate, colour: int = 0) -> Markup:
     )
 
 
-def change(before: Rate, after: Rate) -> Markup:
+def change(before: RateShown, after: RateShown) -> Markup:
     """By how much success changed, in points; said to be beyond chance only where the intervals are apart."""
     points = 100 * (after.value - before.value)
     text = f"{points:+.1f} points"
@@ -74,7 +74,7 @@ def change(before: Rate, after: Rate) -> Markup:
 
 
 def date(seconds: float) -> str:
-    """In universal time, which is the same for everybody who reads it."""
+    """In UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
@@ -105,7 +105,7 @@ def run_rows(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[Child, lis
     return rows
 
 
-def _at(found: tuple[int, Rate] | None, colour: int) -> Markup:
+def _at(found: tuple[int, RateShown] | None, colour: int) -> Markup:
     if found is None:
         return Markup("–")
     return join(rate(found[1], colour % COLOURS), element("small", f"step {found[0]:,}"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pirl.report.evaluations import Rate
+from pirl.report.evaluations import RateShown
 from pirl.report.markup import Child, Markup, element, join
 from pirl.report.page import GENERATOR
 from pirl.report.scales import Axis, axis, duration, nice_ticks, number, span, tick
@@ -89,7 +89,7 @@ def _cards(results: Mapping[str, Any]) -> Markup:
 def _bar(results: Mapping[str, Any], last: Mapping[str, Any], colour: int) -> Markup | None:
     if results["metric"] != SHARE or last["low"] is None:
         return None
-    return bar(Rate(value=last["value"], low=last["low"], high=last["high"]), colour)
+    return bar(RateShown(value=last["value"], low=last["low"], high=last["high"]), colour)
 
 
 def _values_axis(results: Mapping[str, Any]) -> Axis:

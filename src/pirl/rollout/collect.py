@@ -20,7 +20,7 @@ from pirl.envs.env import RawObservation
 from pirl.errors import EnvError, PirlWarning
 from pirl.names import PROMPT
 from pirl.records import Array, Context, Episode, Rollout
-from pirl.rollout.policy import ChunkPolicy
+from pirl.rollout.policy import ChunkPolicy, Plan
 from pirl.rollout.pool import Advanced, EnvPool, Lost, Started
 
 
@@ -70,11 +70,13 @@ def collect(
     jobs: Iterable[Job],
     *,
     every_picture: bool = False,
+    last_look: bool = False,
     retries: int = 2,
     stop: Callable[[], bool] = lambda: False,
     stats: CollectStats | None = None,
 ) -> Iterator[Rollout]:
     """Yield the jobs' episodes as they end. With `every_picture`, each step has images; otherwise those the policy saw.
+    With `last_look`, the policy also notes something of the last observation of episodes that were cut off.
 
     A lost episode is repeated up to `retries` times, then dropped with a warning. If every episode is lost, the
     environment is broken: EnvError. `stats` accumulates; stats of an earlier part of the same collection show that the
@@ -96,12 +98,12 @@ def collect(
             else:
                 running[slot] = _Running(given[slot], begun, policy.transform.robot)
         started = time.perf_counter()
-        plans = policy.plan(
+        plans = policy.choose(
             {slot: episode.seen for slot, episode in running.items()},
             {slot: (episode.job.number, len(episode.rewards)) for slot, episode in running.items()},
         )
         planned = time.perf_counter()
-        chunks = {slot: plan[: policy.execute] for slot, plan in plans.items()}
+        chunks = {slot: plan.chunk[: policy.execute] for slot, plan in plans.items()}
         answers = pool.advance(chunks, every_picture=every_picture) if chunks else {}
         stats.env_seconds += started - asked + time.perf_counter() - planned
         stats.policy_seconds += planned - started
@@ -109,15 +111,30 @@ def collect(
         stats.rows_used += len(plans)
         finished: list[Rollout] = []
         lost: list[tuple[Job, str]] = []
+        ended: dict[int, Advanced] = {}
         for slot, answer in answers.items():
             if isinstance(answer, Lost):
                 lost.append((running.pop(slot).job, answer.reason))
                 continue
             running[slot].add(plans[slot], answer)
             if answer.terminated or answer.truncated:
-                finished.append(running.pop(slot).finish(answer))
-                stats.episodes += 1
-                stats.env_steps += len(finished[-1].episode)
+                ended[slot] = answer
+        cut = [slot for slot, answer in ended.items() if not answer.terminated]
+        if last_look and cut:
+            planned = time.perf_counter()
+            last = policy.choose(
+                {slot: running[slot].seen for slot in cut},
+                {slot: (running[slot].job.number, len(running[slot].rewards)) for slot in cut},
+            )
+            for slot, plan in last.items():
+                running[slot].note(plan)
+            stats.policy_seconds += time.perf_counter() - planned
+            stats.policy_calls += 1
+            stats.rows_used += len(cut)
+        for slot, answer in ended.items():
+            finished.append(running.pop(slot).finish(answer))
+            stats.episodes += 1
+            stats.env_steps += len(finished[-1].episode)
         for job, reason in lost:  # now that all those are counted that were not
             queue.lose(job, reason)
         stats.total_seconds += (now := time.perf_counter()) - clock
@@ -161,10 +178,16 @@ class _Running:
         self._actions: list[Array] = []
         self._plans: list[Array] = []
         self._starts: list[int] = []
+        self._notes: list[Mapping[str, Array]] = []
 
-    def add(self, plan: Float[Array, "H A"], answer: Advanced) -> None:
+    def note(self, plan: Plan) -> None:
+        """Keep what the policy noted."""
+        self._notes.append(plan.notes)
+
+    def add(self, planned: Plan, answer: Advanced) -> None:
         """Append the result of a chunk."""
-        steps = len(answer.rewards)
+        self.note(planned)
+        steps, plan = len(answer.rewards), planned.chunk
         self._starts.append(len(self.rewards))
         self._rows += [self.seen, *answer.observations[:-1]]
         self._actions += list(plan[:steps])
@@ -196,6 +219,7 @@ class _Running:
             starts=np.array(self._starts, np.int64),
             frames={key: np.stack([np.asarray(flat[step][key]) for step in steps]) for key in keys},
             frame_steps=np.array(steps, np.int64),
+            notes={name: np.stack([notes[name] for notes in self._notes]) for name in self._notes[0]},
         )
 
 

@@ -36,11 +36,13 @@ class Collector:
         directory: Path,
         retries: int = 2,
         every_picture: bool = False,
+        last_look: bool = False,
         recorder: RolloutRecorder | None = None,
     ) -> None:
         self.pool, self.policy = pool, policy
         self._key, self._directory, self._retries = key, directory, retries
         self._every_picture, self._recorder = every_picture or recorder is not None, recorder
+        self._last_look = last_look
         self._recorded = 0 if recorder is None else num_recorded(recorder.root)
         self._ahead = 0
         """Episodes to come that are in the dataset already."""
@@ -58,6 +60,7 @@ class Collector:
                 self.policy,
                 missing,
                 every_picture=self._every_picture,
+                last_look=self._last_look,
                 retries=self._retries,
                 stop=stop,
                 stats=self._stats,

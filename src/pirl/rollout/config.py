@@ -72,6 +72,9 @@ class EvalConfig(Checked):
     """Choose checkpoints on validation states; report results on test states (`pirl eval`)."""
     best_of: Count = 1
     """Candidates per chunk, of which the critic picks the best. 1: plain sampling, as OpenPI's server does."""
+    films: Natural = 1
+    """Film the first so many successes and failures of each evaluation, into the run's films/STEP; wandb and trackio
+    get them too. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

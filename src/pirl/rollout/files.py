@@ -56,6 +56,7 @@ def _arrays(rollout: Rollout) -> dict[str, Array]:
         "success": np.array(-1 if episode.success is None else int(episode.success), np.int8),
         **{name: value for name in _EPISODE if (value := getattr(episode, name)) is not None},
         **{f"frames.{key}": pixels for key, pixels in rollout.frames.items()},
+        **{f"notes.{name}": values for name, values in rollout.notes.items()},
     }
 
 
@@ -84,12 +85,15 @@ def _read(path: Path) -> Rollout:
             ),
             starts=arrays["starts"],
             frame_steps=arrays["frame_steps"],
-            frames={
-                name.removeprefix("frames."): value for name, value in arrays.items() if name.startswith("frames.")
-            },
+            frames=_under("frames.", arrays),
+            notes=_under("notes.", arrays),
         )
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path} cannot be read as an episode: {error}",
             hint="restore the run's folder of rollouts, or go on from an earlier checkpoint",
         ) from error
+
+
+def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}

@@ -19,6 +19,7 @@ from pirl.envs.env import RobotEnv
 from pirl.files import replacing
 from pirl.records import Array, Rollout
 
+STRIP = "filmstrip.png"
 LEAST_SIZE = 160
 """Smaller images are enlarged to this, pixel by pixel."""
 GREEN, RED = (40, 160, 70), (205, 50, 50)
@@ -143,6 +144,15 @@ def write_video(film: Film, folder: Path) -> Path:
         finally:
             video.close()
     return file
+
+
+def write_films(rollouts: Iterable[Rollout], env: RobotEnv | None, folder: Path, *, fps: int) -> list[Path]:
+    """Write a video each, and one filmstrip; none where nothing shows pictures."""
+    films = [found for rollout in rollouts if (found := film(rollout, env, fps=fps)) is not None]
+    if films:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_filmstrip(films, folder / STRIP)
+    return [write_video(one, folder) for one in films]
 
 
 def filmstrip(films: Sequence[Film], *, columns: int = 8) -> Image.Image:

@@ -5,12 +5,13 @@ environments: the batch size is fixed and unused rows are computed anyway, which
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Key, UInt8
 
+from pirl.agents.agent import Choice
 from pirl.data.resize import fit, pad
 from pirl.data.transforms import Transform, flatten, parse_image
 from pirl.envs.env import RawObservation
@@ -18,8 +19,17 @@ from pirl.errors import ConfigError
 from pirl.models.observation import Observation
 from pirl.names import IMAGE, IMAGE_MASK
 
-Act = Callable[[Any, Observation, Key[Array, "B"]], Float[Array, "B H A"]]
-"""An agent's `act`: weights (a `TrainState`), observations, a key per row."""
+Act = Callable[[Any, Observation, Key[Array, "B"]], Float[Array, "B H A"] | Choice]
+"""An agent's `act` or `explore`: weights (a `TrainState`), observations, a key per row."""
+
+
+class Plan(NamedTuple):
+    """What a policy means to do, and what it noted of how it chose that."""
+
+    chunk: Float[np.ndarray, "H A"]
+    """In the robot's units."""
+    notes: Mapping[str, np.ndarray]
+    """Arrays by name; empty for policies that do not explore."""
 
 
 class ChunkPolicy:
@@ -44,7 +54,7 @@ class ChunkPolicy:
             raise ConfigError(f"{execute} executed steps per chunk", hint="execute at least one")
         self.transform, self.batch_size, self.execute, self.cameras = transform, batch_size, execute, tuple(cameras)
         self._act = jax.jit(
-            lambda weights, observation, key, rows: act(weights, observation, row_keys(key, rows)),
+            lambda weights, observation, key, rows: _with_notes(act(weights, observation, row_keys(key, rows))),
             compiler_options=dict(compiler_options or {}) or None,
         )
         self._weights: Any = None
@@ -59,6 +69,12 @@ class ChunkPolicy:
         self, observations: Mapping[int, RawObservation], rows: Mapping[int, tuple[int, int]]
     ) -> dict[int, Float[np.ndarray, "H A"]]:
         """A chunk for each slot; `rows` gives each slot's (number of the episode, step)."""
+        return {slot: plan.chunk for slot, plan in self.choose(observations, rows).items()}
+
+    def choose(
+        self, observations: Mapping[int, RawObservation], rows: Mapping[int, tuple[int, int]]
+    ) -> dict[int, Plan]:
+        """`plan`, with what was noted."""
         if not observations:
             return {}
         slots = list(observations)
@@ -69,9 +85,16 @@ class ChunkPolicy:
         fill = np.minimum(np.arange(self.batch_size), len(slots) - 1)
         batch = jax.tree.map(lambda x: x[fill], batch)
         numbers = np.array([rows[slot] for slot in asked], np.uint32)
-        chunks = np.asarray(self._act(self._weights, Observation.from_dict(batch), self._key, numbers))
+        found = self._act(self._weights, Observation.from_dict(batch), self._key, numbers)
+        chunks, notes = jax.tree.map(np.asarray, found)
         actions = self.transform.robot_actions(chunks[: len(slots)].astype(np.float32), states)
-        return dict(zip(slots, actions, strict=True))
+        return {
+            slot: Plan(actions[i], {name: values[i] for name, values in notes.items()}) for i, slot in enumerate(slots)
+        }
+
+
+def _with_notes(found: Float[Array, "B H A"] | Choice) -> tuple[Float[Array, "B H A"], dict[str, Array]]:
+    return (found.chunk, found.notes or {}) if isinstance(found, Choice) else (found, {})
 
 
 def row_keys(key: Key[Array, ""], rows: Any) -> Key[Array, "B"]:

@@ -6,9 +6,12 @@ pixels, and SVT-AV1 takes none below 64.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import is_dataclass, replace
 from importlib import import_module
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_type_hints
@@ -33,6 +36,7 @@ from pirl.names import (
     NEXT_SUCCESS,
     NEXT_TRUNCATED,
 )
+from pirl.processes import end_with_parent
 from pirl.records import Array, Context, Rollout
 from pirl.rollout.contexts import Split, fixed_contexts
 from pirl.rollout.pool import EnvInfo
@@ -180,14 +184,42 @@ def recording_contexts(info: EnvInfo, count: int, split: Split, *, first: int = 
     return fixed[first:]
 
 
-def expert_rollouts(env: EnvConfig, contexts: Sequence[Context], *, dials: Any, seed: int) -> Iterator[Rollout]:
-    """Rollouts of the environment's scripted expert from each context; deterministic."""
-    demonstrate = _expert(env).demonstrate
-    for first in range(0, len(contexts), BLOCK):
-        # An expert counts its episodes from 0: without a seed of its own every block would make the same choices.
-        own = int(np.random.SeedSequence((seed, first)).generate_state(1)[0])
-        for rollout in demonstrate(env, contexts[first : first + BLOCK], dials=dials, seed=own):
-            yield replace(rollout, number=first + rollout.number)
+def expert_rollouts(
+    env: EnvConfig, contexts: Sequence[Context], *, dials: Any, seed: int, processes: int = 1
+) -> Iterator[Rollout]:
+    """Rollouts of the environment's scripted expert from each context; deterministic, on any number of processes."""
+    _expert(env)  # an unknown one is an error here, not in a process
+    firsts = range(0, len(contexts), BLOCK)
+    blocks = ((env, contexts[first : first + BLOCK], dials, seed, first) for first in firsts)
+    if processes == 1:
+        for block in blocks:
+            yield from _block(*block)
+        return
+    pool = ProcessPoolExecutor(min(processes, len(firsts)), get_context("spawn"), initializer=_end_with_parent)
+    running: deque[Future[list[Rollout]]] = deque()
+    try:
+        for block in blocks:
+            running.append(pool.submit(_block, *block))
+            if len(running) > processes:  # one more than run, so that memory stays bounded
+                yield from running.popleft().result()
+        while running:
+            yield from running.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _block(env: EnvConfig, contexts: Sequence[Context], dials: Any, seed: int, first: int) -> list[Rollout]:
+    """One expert batch, the first of whose episodes has the number `first`."""
+    # An expert counts its episodes from 0: without a seed of its own every block would make the same choices.
+    own = int(np.random.SeedSequence((seed, first)).generate_state(1)[0])
+    rollouts = _expert(env).demonstrate(env, contexts, dials=dials, seed=own)
+    return [replace(rollout, number=first + rollout.number) for rollout in rollouts]
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    end_with_parent(parent.sentinel)
 
 
 def parse_dials(env: EnvConfig, words: Sequence[str]) -> Any:

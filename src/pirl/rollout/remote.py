@@ -34,7 +34,7 @@ ONE_THREAD = dict.fromkeys(_THREADS.split(), "1")
 START_TIMEOUT = 180.0
 """Seconds for a worker to import its simulator and build its environments."""
 START_NOTICE = 20.0
-"""After so many seconds it is said that a worker is still starting."""
+"""Report a worker that is still starting after this many seconds."""
 
 CLOSE_TIMEOUT = 2.0
 """Seconds for a worker to close its environments before it is killed."""

@@ -1,7 +1,7 @@
 """From rollouts to the rows an on-policy algorithm learns from: one for every time the policy looked and planned."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +31,8 @@ class PlanRows:
     """Numbers of the row's rollout, such as its advantage, and those that are the same for every row."""
     weight: Float32[Array, "n"]
     """How much each row counts, 1 on average."""
+    notes: Mapping[str, Array] = field(default_factory=dict)
+    """What the policy noted of each plan."""
 
     def __len__(self) -> int:
         return len(self.executed)
@@ -47,6 +49,7 @@ class PlanRows:
             "actions": self.actions[rows],
             "executed": self.executed[rows],
             **{name: column[rows] for name, column in self.columns.items()},
+            **({"notes": {name: values[rows] for name, values in self.notes.items()}} if self.notes else {}),
             "weight": weight * self.weight[rows],
             "fresh": np.full(size, float(fresh), np.float32),
         }
@@ -60,8 +63,11 @@ def plan_rows(
     constants: Mapping[str, float] = MappingProxyType({}),
     *,
     even: bool = False,
+    of_plans: Mapping[str, Sequence[Float[Array, "_"]]] = MappingProxyType({}),
+    notes: Collection[str] = (),
 ) -> PlanRows:
-    """The rows of all rollouts, one after the other; each of a rollout's rows gets its numbers in `columns`.
+    """The rows of all rollouts, one after the other; each of a rollout's rows gets its numbers in `columns`, and its
+    own of `of_plans`. `notes` are those that the rows keep.
 
     Every row counts the same; with `even` every rollout does.
     """
@@ -89,8 +95,10 @@ def plan_rows(
         columns={
             **{name: np.repeat(np.asarray(column, np.float32), counts) for name, column in columns.items()},
             **{name: np.full(sum(counts), value, np.float32) for name, value in constants.items()},
+            **{name: np.concatenate(column).astype(np.float32) for name, column in of_plans.items()},
         },
         weight=_weights(np.array(counts), even=even),
+        notes={name: np.concatenate([r.notes[name][: len(r.starts)] for r in rollouts]) for name in notes},
     )
 
 
@@ -100,8 +108,14 @@ def _weights(counts: Int[Array, "r"], *, even: bool) -> Float32[Array, "n"]:
     return np.repeat(share, counts).astype(np.float32)
 
 
-def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int, columns: Sequence[str]) -> PlanRows:
-    """One row of the right shapes: an observation, a chunk of zeros, and ones in the columns."""
+def first_rows(
+    policy: ChunkPolicy,
+    observation: RawObservation,
+    horizon: int,
+    columns: Sequence[str],
+    notes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> PlanRows:
+    """One row of the right shapes: an observation, a chunk of zeros, ones in the columns, and notes of zeros."""
     transform = policy.transform
     states, inputs = model_inputs(transform, [observation], policy.cameras)
     plan = np.zeros((1, horizon, transform.robot.action_dim), np.float32)
@@ -112,6 +126,7 @@ def first_rows(policy: ChunkPolicy, observation: RawObservation, horizon: int, c
         executed=np.ones(plan.shape[:2], np.float32),
         columns={name: np.ones(1, np.float32) for name in columns},
         weight=np.ones(1, np.float32),
+        notes={name: np.zeros((1, *shape), np.float32) for name, shape in notes.items()},
     )
 
 

@@ -13,7 +13,6 @@ from jaxtyping import Float
 
 from pirl.errors import ConfigError
 
-Vector = Float[np.ndarray, "A"]
 TINY = 1e-6
 """Rounding in float32, relative to the limit, is no violation."""
 

@@ -83,7 +83,7 @@ class Acting:
         return self.policy.use(self.state, jax.random.key(seed))
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """What to do from here on, in the robot's units, for one observation in its own keys."""
+        """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
         return self.use(seed).plan({0: observation}, {0: (0, 0)})[0]
 
 
@@ -139,7 +139,7 @@ def load_acting(found: Found) -> Acting:
 
 def acting_mesh(config: RLTrainConfig) -> jax.sharding.Mesh:
     """All devices of this process. Another number of them than in training is no reason not to act."""
-    return make_mesh(math.gcd(config.mesh.fsdp, jax.device_count()))
+    return make_mesh(math.gcd(config.mesh.size, jax.device_count()))
 
 
 def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: Set[str]) -> dict[str, Params]:
@@ -220,9 +220,10 @@ def _other_weights(folder: Path, shapes: TrainState, needed: Set[str]) -> dict[s
         return {}
     item = folder / TRAIN_STATE_ITEM
     if not item.is_dir():
+        without = "; or act without a critic: --best-of 1" if set(groups) == {"critic"} else ""
         raise CheckpointError(
             f"{folder} holds no {TRAIN_STATE_ITEM}, and with it no {' or '.join(groups)}",
-            hint="take a checkpoint of the run itself, not an export; or act without a critic: --best-of 1",
+            hint=f"take a checkpoint of the run itself, not an export{without}",
         )
     reference: dict[str, Params] = {"ema": {}, "groups": {}}
     for name, leaves in groups.items():

@@ -19,6 +19,7 @@ from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.normalize import load_norm_stats
 from pirl.data.replay import ReplayBuffer
 from pirl.data.transforms import Transform
+from pirl.envs.make import make_env
 from pirl.errors import ConfigError
 from pirl.models import pi0
 from pirl.models.config import Pi0Config
@@ -93,14 +94,15 @@ def build_acting(
             )
         policy = None
         if config.acts and pool is not None:
-            policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
-        measured: list[Measurement | None] = [build_evaluator(config, agent, transform, pool, policy=policy)]
+            policy = build_collecting_policy(config, agent, transform)
+        as_it_acts = None if config.agent.explores else policy
+        measured: list[Measurement | None] = [build_evaluator(config, agent, transform, pool, policy=as_it_acts)]
         if loader is not None and loader.held_out is not None:
             apart = parts.enter_context(build_held_out_loader(config, transform, mesh, loader.held_out))
             file = config.run_dir / FILE
             measured.append(build_held_out(config, agent, transform, mesh, apart, loader.held_out, file=file))
         if eval_fn is not None:
-            acting = policy or build_chunk_policy(config, agent, transform)
+            acting = as_it_acts or build_chunk_policy(config, agent, transform)
             measured.append(UserEvaluation(eval_fn, config, agent, transform, acting))
         yield (
             build_stream(config, agent, transform, mesh, loader, replay, pool, policy=policy, recorder=recorder),
@@ -118,7 +120,8 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
     """The environments."""
     if config.env is None:
         raise ConfigError(
-            f"{config.name} has no environment", hint="name one: --env.type Aloha, or take a recipe that has one"
+            f"{config.name} has no environment",
+            hint="name one: --env.type Aloha; without a simulator, measure on episodes: pirl eval CHECKPOINT --data",
         )
     if jax.process_count() > 1:
         raise ConfigError(
@@ -136,14 +139,22 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
     return pool
 
 
-def build_chunk_policy(config: RLTrainConfig, agent: Agent, transform: Transform, *, best_of: int = 1) -> ChunkPolicy:
+def build_collecting_policy(config: RLTrainConfig, agent: Agent, transform: Transform) -> ChunkPolicy:
+    """The agent as it acts to learn from it: it may explore."""
+    explore = config.agent.explores
+    return build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of, explore=explore)
+
+
+def build_chunk_policy(
+    config: RLTrainConfig, agent: Agent, transform: Transform, *, best_of: int = 1, explore: bool = False
+) -> ChunkPolicy:
     """The agent, acting in as many environments as `rollout.num_envs`."""
     if best_of > 1 and not agent.config.chooses:
         raise ConfigError(
             f"best of {best_of} without a critic", hint="only algorithms with a critic can choose: best_of 1"
         )
     return ChunkPolicy(
-        partial(agent.act, best_of=best_of),
+        partial(agent.explore if explore else agent.act, best_of=best_of),
         transform,
         batch_size=config.rollout.num_envs,
         execute=config.execute,
@@ -165,7 +176,17 @@ def build_evaluator(
         return None
     if policy is None or config.evaluation.best_of != config.rollout.best_of:
         policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
-    return Evaluator(pool, policy, config.evaluation, key=_key(config, "eval"), retries=config.rollout.retries)
+    # Simulators that run elsewhere may have a reason: they are not made in the process that trains.
+    local = config.env is not None and config.rollout.backend == "local"
+    return Evaluator(
+        pool,
+        policy,
+        config.evaluation,
+        key=_key(config, "eval"),
+        retries=config.rollout.retries,
+        folder=config.run_dir,
+        make=partial(make_env, config.env) if local and config.env is not None else None,
+    )
 
 
 def build_held_out_loader(
@@ -229,11 +250,12 @@ def build_stream(
         return DatasetStream(loader)
     collector = Collector(
         pool,
-        policy or build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of),
+        policy or build_collecting_policy(config, agent, transform),
         key=_key(config, "collect"),
         directory=config.run_dir / "rollouts",
         retries=config.rollout.retries,
         every_picture=replay is not None and bool(config.cameras),
+        last_look=config.agent.groups is not None and config.agent.groups.last_look,
         recorder=recorder,
     )
     if config.agent.groups is not None:
@@ -278,6 +300,7 @@ def build_loader(
         batch_size=config.batch_size,
         replay=replay,
         next_observations=config.has_critic,
+        corrections=config.agent.heeds_corrections,
         sharding=data_sharding(mesh),
         host_id=jax.process_index(),
         host_count=jax.process_count(),

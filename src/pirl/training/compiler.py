@@ -1,4 +1,4 @@
-"""What the compiler is told beyond its defaults."""
+"""Compiler options that differ from XLA's defaults."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""What training can be told: optimizer, schedule, devices, checkpoints. No jax here.
+"""Settings of training: optimizer, schedule, devices, checkpoints, recovery. No jax here.
 
 A new optimizer or schedule is one dataclass here and one function registered for it in `optim.py`.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pirl.errors import ConfigError
-from pirl.ranges import Checked, Count, Decay, Inside, Natural, NotNegative, Positive
+from pirl.ranges import Auto, Checked, Count, Decay, Inside, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class CosineSchedule(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RsqrtSchedule(Checked):
-    """Linear warm-up, then peak_lr / sqrt(1 + t / timescale), which never ends. The defaults are OpenPI's."""
+    """Linear warm-up, then peak_lr / sqrt(1 + t / timescale) without an end. The defaults are OpenPI's."""
 
     warmup_steps: Natural = 1000
     """Steps until the peak; step 0 has peak_lr / (warmup_steps + 1)."""
@@ -55,7 +55,7 @@ class ConstantSchedule(Checked):
 
 
 Schedule = CosineSchedule | RsqrtSchedule | ConstantSchedule
-"""How the learning rate goes over the steps."""
+"""The learning rate as a function of the step."""
 
 
 def slower(schedule: Schedule, factor: float) -> Schedule:
@@ -100,9 +100,15 @@ Optimizer = AdamW | SGD
 class MeshConfig(Checked):
     """How the devices share the work. A batch is always split over all of them."""
 
-    fsdp: Count = 1
+    fsdp: Count | Auto = "auto"
     """Devices that share one copy of the weights and of the optimizer state; devices / fsdp copies exist. 1 keeps a
-    whole copy on every device, the number of devices needs the least memory. Best not above the devices of one node."""
+    whole copy on every device, the number of devices needs the least memory. Best not above the devices of one node.
+    auto: the fewest with which the batch fits at once."""
+
+    @property
+    def size(self) -> int:
+        """The number; 1 as long as `auto` is not decided."""
+        return 1 if self.fsdp == "auto" else self.fsdp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,30 +118,30 @@ class KeepBest(Checked):
     metric: str = "eval/success_rate"
     """Name of the metric given when saving; a checkpoint saved without it, or with NaN, is never the best."""
     mode: Literal["max", "min"] = "max"
-    """Is more better, or less?"""
+    """Whether to maximise or minimise the metric."""
     count: Count = 1
-    """How many of the best to keep. Of equals the later one is better."""
+    """How many of the best to keep; ties go to the later step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Checked):
-    """Where checkpoints go, how often, and which ones stay."""
+    """Checkpoints: where, how often, and which ones to keep."""
 
     base_dir: str = "./checkpoints"
     """A run is at <base_dir>/<recipe>/<exp_name>, its steps below that, as in OpenPI."""
     save_interval: Count = 1000
     """Steps between checkpoints."""
     save: Literal["full", "params"] = "full"
-    """What kept steps hold. full: all that resuming needs. params: only the newest does; the others keep the weights to
-    act with, for evaluation and serving, without critic and optimizer."""
+    """Contents of the kept steps. full: everything needed to resume. params: only the newest step can be resumed; older
+    ones keep the policy's weights for evaluation and serving, without critic and optimizer."""
     keep_last: Count = 1
-    """The newest so many are kept."""
+    """Keep this many of the newest."""
     keep_period: Count | None = 5000
-    """Steps divisible by this are kept for good; None keeps none for that reason."""
+    """Keep steps divisible by this for good. None: no such steps."""
     keep_best: KeepBest | None = None
     """Also keep the best ones by a metric."""
     async_save: bool = True
-    """Write while training goes on; the step waits only until the arrays are copied to host memory."""
+    """Save asynchronously: training waits only until the arrays are copied to host memory."""
     grace: Positive | None = None
     """Seconds between the scheduler's SIGTERM and its SIGKILL. Where a checkpoint takes longer to write than what is
     left of them, none is begun: the last complete one stands. None: one is written, however long it takes."""
@@ -143,10 +149,10 @@ class CheckpointConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig(Checked):
-    """Going on by itself where training diverged or a device's memory ran out: from the last checkpoint, with less."""
+    """Automatic restart from the last checkpoint after divergence (lower learning rate) or out of memory."""
 
     attempts: Natural = 3
-    """How often one run may go back. 0: never; the run ends with the error."""
+    """How often a run may restart from a checkpoint. 0: never; the run ends with the error."""
     learning_rate: Inside = 0.5
     """After divergence, learning rates are multiplied by this."""
 
@@ -170,15 +176,15 @@ class HeldOutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeMode:
-    """What to do where a run of this name exists. With neither flag an existing run is an error."""
+    """How to treat an existing run of this name. With neither flag it is an error."""
 
     resume: bool = False
-    """Go on from its latest checkpoint; an error where there is none."""
+    """Resume from its latest checkpoint; an error if there is none."""
     overwrite: bool = False
-    """Delete it and start again."""
+    """Delete it and start over."""
     fresh_if_missing: bool = False
-    """With `resume`: start from the beginning where there is nothing to go on from, so that one command line serves
-    the first start and every restart."""
+    """With `resume`: start from scratch if there is no checkpoint, so one command line serves the first start and every
+    restart."""
 
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:

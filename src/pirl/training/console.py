@@ -1,6 +1,6 @@
 """Metrics for people: on a terminal grouped by meaning, anywhere else one readable line with what matters most.
 
-All numbers are in the run's files; the console leaves out what nobody can take in at a glance.
+All numbers are in the run's files; the console leaves out what cannot be taken in at a glance.
 """
 
 import textwrap
@@ -9,7 +9,16 @@ from datetime import timedelta
 
 HEADLINES = (
     *("eval/success_rate", "online/success_rate", "ript/success_rate", "held_out/action_error", "held_out/auc"),
-    *("policy/loss", "actor/loss", "critic/loss", "ript/loss", "bc/loss", "actor/flow_loss", "critic/q_mean"),
+    *(
+        "policy/loss",
+        "actor/loss",
+        "critic/loss",
+        "ript/loss",
+        "ppo/loss",
+        "bc/loss",
+        "actor/flow_loss",
+        "critic/q_mean",
+    ),
     *("actor/grad_norm", "policy/grad_norm", "ript/grad_norm", "policy/learning_rate"),
 )
 """The metrics of the one line, in its order; a run has some of them."""

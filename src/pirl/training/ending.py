@@ -1,4 +1,4 @@
-"""What is said when a run ends: where it is, which step is best, and what to type next."""
+"""The summary at the end of a run: its folder, the best step, the next commands."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -9,6 +9,7 @@ from pirl.config import RLTrainConfig
 from pirl.planning.memory import text_table
 from pirl.training.config import KeepBest
 from pirl.training.console import HEADLINES, number
+from pirl.training.shown import FOLDER
 
 
 def summary(config: RLTrainConfig, checkpoints: Checkpoints, *, start: int, step: int, seconds: float) -> str:
@@ -17,11 +18,12 @@ def summary(config: RLTrainConfig, checkpoints: Checkpoints, *, start: int, step
     if not metrics:
         return ""
     best = best_step(metrics, config.checkpoint.keep_best or KeepBest())
-    chosen = step if best is None else best
+    chosen, done, films = step if best is None else best, step - start, config.run_dir / FOLDER
     return "\n".join(
         [
-            f"{config.name}/{config.exp_name}: {step - start:,} steps in {timedelta(seconds=round(seconds))}, "
-            f"now at step {step:,}; {config.run_dir}",
+            f"{config.name}/{config.exp_name}: {done:,} step{'s' if done != 1 else ''} in "
+            f"{timedelta(seconds=round(seconds))}, now at step {step:,}; {config.run_dir}",
+            *([f"films of evaluations: {films}"] if films.is_dir() else []),
             *table(metrics, best),
             "next:",
             *(f"  {command}" for command in next_commands(config, config.run_dir, chosen)),

@@ -39,7 +39,7 @@ class Snapshot:
     """Acts with these weights: `policy.plan` answers several environments at once."""
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """What the policy would do from here on, in the robot's units, for one observation in the robot's own keys."""
+        """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
         return self.policy.use(self.state, jax.random.key(seed)).plan({0: observation}, {0: (0, 0)})[0]
 
 
@@ -48,7 +48,7 @@ EvalFn = Callable[[Snapshot], Mapping[str, float]]
 
 
 class UserEvaluation:
-    """Calls the function and checks what it returns."""
+    """Calls the function and checks its result."""
 
     def __init__(
         self, function: EvalFn, config: RLTrainConfig, agent: Agent, transform: Transform, policy: ChunkPolicy
@@ -75,7 +75,7 @@ class UserEvaluation:
 
 
 def checked(found: Any, name: str) -> dict[str, float]:
-    """What the function returned, as metrics."""
+    """The function's result as metrics."""
     if not isinstance(found, Mapping):
         raise ConfigError(
             f"eval_fn {name} returned {type(found).__name__}, expected numbers by name",
@@ -94,7 +94,7 @@ def checked(found: Any, name: str) -> dict[str, float]:
 def find_eval_fn(named: str) -> EvalFn:
     """The function that `module:function` names. Its module is imported only if the user trusts it by name.
 
-    A configuration may come from somebody else; what it names would run with the user's rights.
+    A configuration may come from someone else, and its function would run with the user's rights.
     """
     trust.check({"eval_fn": named}, source="the configuration")
     found = trust.load_object(named, what="eval_fn")

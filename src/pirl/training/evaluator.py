@@ -1,27 +1,35 @@
-"""What is measured while a run trains: success in the environment, held-out episodes, a function of the user's."""
+"""Measurements during training: success in the environment, held-out episodes, the user's own function."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from pirl.agents.agent import TrainState
+from pirl.envs.env import RobotEnv
+from pirl.errors import PirlWarning
+from pirl.records import Context, Rollout
 from pirl.rollout.collector import Say
 from pirl.rollout.config import EvalConfig
 from pirl.rollout.contexts import fixed_contexts
 from pirl.rollout.evaluate import evaluate
+from pirl.rollout.films import STRIP, Highlights, write_films
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 from pirl.training.held_out import HeldOut
+from pirl.training.shown import FOLDER, Shown, states
 
 
 @runtime_checkable
 class Measurement(Protocol):
-    """Something that looks at the weights now and then."""
+    """Measures the weights every `interval` steps."""
 
     @property
     def interval(self) -> int:
-        """Steps between two looks."""
+        """Steps between measurements."""
 
     def __call__(self, state: TrainState, step: int, say: Say) -> dict[str, float]:
         """Metrics by name. The state is only lent: the next update takes its memory."""
@@ -32,6 +40,7 @@ class Evaluations:
 
     def __init__(self, parts: Sequence[Measurement]) -> None:
         self.parts = tuple(parts)
+        self._last: list[Measurement] = []
 
     @property
     def hold_out(self) -> bool:
@@ -39,13 +48,19 @@ class Evaluations:
         return any(isinstance(part, HeldOut) for part in self.parts)
 
     def due(self, step: int, total: int) -> bool:
-        """Is it time for one of them? At the last step it is, for all."""
+        """Whether one of them is due. At the last step all are."""
         return bool(self._due(step, total))
 
+    @property
+    def shown(self) -> Shown | None:
+        """What the last call shows beside its metrics."""
+        return next((part.shown for part in self._last if isinstance(part, Evaluator)), None)
+
     def __call__(self, state: TrainState, step: int, total: int, say: Say = lambda _: None) -> dict[str, float]:
-        """The metrics of those whose time it is."""
+        """The metrics of all measurements that are due."""
+        self._last = self._due(step, total)
         metrics: dict[str, float] = {}
-        for part in self._due(step, total):
+        for part in self._last:
             metrics |= part(state, step, say)
         return metrics
 
@@ -59,9 +74,22 @@ class Evaluator:
     """
 
     def __init__(
-        self, pool: EnvPool, policy: ChunkPolicy, config: EvalConfig, *, key: jax.Array, retries: int = 2
+        self,
+        pool: EnvPool,
+        policy: ChunkPolicy,
+        config: EvalConfig,
+        *,
+        key: jax.Array,
+        retries: int = 2,
+        folder: Path | None = None,
+        make: Callable[[], RobotEnv] | None = None,
     ) -> None:
+        """Films go below `folder`, acted again in what `make` gives; without it they show what the policy saw."""
         self._pool, self._policy, self._config, self._key, self._retries = pool, policy, config, key, retries
+        self._folder, self._make = folder, make
+        self._solved: dict[Context, bool] = {}
+        self.shown: Shown | None = None
+        """What the last evaluation shows."""
         self.contexts = fixed_contexts(pool.info, config.episodes, config.split)
 
     @property
@@ -74,8 +102,31 @@ class Evaluator:
         say(f"evaluating {self._config.episodes} episodes")
         try:
             policy = self._policy.use(state, self._key)
-            metrics = evaluate(self._pool, policy, self.contexts, retries=self._retries).metrics()
+            seen = Highlights(self._config.films)
+            found = evaluate(self._pool, policy, self.contexts, retries=self._retries, on_rollout=seen.add)
         finally:
             self._policy.use(None, self._key)
+        metrics = found.metrics()
+        solved = {trial.context: trial.success for trial in found.trials if trial.error is None}
+        self.shown = Shown(states=states(self._solved, solved))
+        self._solved = solved
+        if self._folder is not None and seen.rollouts:
+            say("filming")
+            self.shown = replace(self.shown, **self._film(seen.rollouts, self._folder / FOLDER / str(step)))
         say(f"success {metrics['eval/success_rate']:.2f}")
         return metrics
+
+    def _film(self, rollouts: Sequence[Rollout], folder: Path) -> dict[str, Any]:
+        """Films and their strip; a film is never worth a run."""
+        try:
+            env = self._make() if self._make else None
+            try:
+                films = write_films(rollouts, env, folder, fps=self._pool.info.fps)
+            finally:
+                if env is not None:
+                    env.close()
+        except Exception as error:
+            message = f"no films in {folder}: {type(error).__name__}: {error}"
+            warnings.warn(PirlWarning(f"{message} (--evaluation.films 0 makes none)"), stacklevel=2)
+            return {}
+        return {"films": tuple(films), "strip": folder / STRIP if films else None}

@@ -1,8 +1,8 @@
 """Is it better, without a simulator? Measures an agent on held-out episodes, always on the same rows and noise.
 
-One program, compiled once, computes what needs the networks: flow loss, the chunk the policy would execute, and for
-agents with a critic the values of the recorded chunk and of the policy's candidates. `Measured` turns these rows into
-numbers. It depends on weights and data alone: the same checkpoint gives the same numbers in training and afterwards.
+One program, compiled once, computes everything that needs the networks: flow loss, the policy's chunk and, for agents
+with a critic, the values of the recorded chunk and of the policy's candidates. `Measured` turns rows into metrics.
+They depend on weights and data alone: a checkpoint gives the same numbers during training and afterwards.
 """
 
 from dataclasses import replace
@@ -19,6 +19,7 @@ from pirl.data.chunks import chunk_actions
 from pirl.data.held_out import rows_of
 from pirl.data.loader import ACRLPDDataLoader
 from pirl.data.pool import make_resident
+from pirl.data.takeovers import as_learned
 from pirl.data.transforms import Transform
 from pirl.files import json_text, write_text
 from pirl.models import flow
@@ -34,7 +35,7 @@ from pirl.training.held_out_metrics import returns_to_go
 from pirl.training.measured import Measured
 
 FLOW_DRAWS = 4
-"""Points of the flow per chunk: the loss at one is mostly noise."""
+"""Flow times per chunk: the loss at a single one is mostly noise."""
 BATCH_SIZE = 32
 
 
@@ -60,9 +61,11 @@ class HeldOut:
         self._values = agent.q_values if agent.config.learns_values else None
         self._config, self._discount, self._flow_steps = config, discount, flow_steps
         self._key, self._file = key, file
-        self._episodes = [source.episode(index) for index in range(len(source))]
+        rule = loader.takeovers
+        self._episodes = [as_learned(source.episode(index), rule) for index in range(len(source))]
         self._outcomes = [episode.success for episode in self._episodes]
-        self._resident = make_resident(source, np.arange(len(source)), frames=source.frames, discount=discount)
+        everything = np.arange(len(source))
+        self._resident = make_resident(source, everything, frames=source.frames, discount=discount, takeovers=rule)
         self._number = np.array(getattr(source, "kept", range(len(source))))
         self._episode, steps = rows_of(source.lengths, self._outcomes, config.rows)
         starts = self._resident.table.starts[self._episode]
@@ -114,7 +117,7 @@ class HeldOut:
         return self._measured(rows, found)
 
     def _measured(self, rows: np.ndarray, found: dict[str, np.ndarray]) -> Measured:
-        """Join what the networks said with what the episodes know."""
+        """Join the networks' outputs with the episodes' outcomes and returns."""
         table, robot = self._resident.table, self._transform.robot
         chunk, dims = found.pop("chunk"), robot.action_dim
         recorded, valid = found.pop("actions"), found.pop("valid")
@@ -143,7 +146,7 @@ class HeldOut:
         )
 
     def _measure(self, state: TrainState, batch: Any, keys: Key[Array, "B"]) -> dict[str, Array]:
-        """What needs the networks, for one batch of rows."""
+        """The networks' outputs for one batch of rows."""
         act, flowing, sampling = (jax.vmap(lambda key, k=k: jax.random.fold_in(key, k))(keys) for k in range(3))
         here = Observation.from_dict(batch["observations"])
         actions, valid = batch["actions"], batch["valid"]
@@ -154,8 +157,11 @@ class HeldOut:
         if policy is None:
             return found
         context = policy.encode(state.policy, here)
-        error = flow.squared_error(policy, state.policy, context, actions, jax.vmap(_draw)(flowing, actions))
-        found["flow_loss"] = flow.chunk_loss(error, valid=valid, dims=dims)
+        imitator = self._agent.imitator(state)
+        if imitator is not None:
+            seen = context if imitator is state.policy else policy.encode(imitator, here)
+            error = flow.squared_error(policy, imitator, seen, actions, jax.vmap(_draw)(flowing, actions))
+            found["flow_loss"] = flow.chunk_loss(error, valid=valid, dims=dims)
         if self._values is None or not with_values:
             return found
 

@@ -1,11 +1,11 @@
-"""What held-out episodes say of a critic and a policy, as numbers. Pure functions of NumPy arrays.
+"""Metrics of a critic and a policy on held-out episodes. Pure functions of NumPy arrays.
 
     R_t   = r_t + γ·R_{t+1}                              return to go; after a cut that failed, what the last step cost
     AUC   = P(Q(success) > Q(failure))                   over pairs at the same phase of their episodes, ties one half
     ρ     = corr(rank Q, rank R)                         Spearman, ties share their mean rank
     ECE   = Σ_b n_b/n |mean_b Q - mean_b R|              over bins b of equally many rows, by Q
 
-Rows of one episode are alike, so what chance can do is told by the number of episodes, not of rows.
+Rows of one episode are correlated, so chance levels depend on the number of episodes, not of rows.
 """
 
 import math
@@ -26,7 +26,7 @@ def returns_to_go(
     success: bool | None,
     discount: float,
 ) -> Float[Array, "T"]:
-    """The discounted return from each step on; NaN where the recording was cut and nobody knows how it went on.
+    """The discounted return from each step on; NaN if the recording was cut and its outcome is unknown.
 
     A failure that was cut is known to have come to nothing: it earns no more, and pays for ever what its last step
     cost. So a time-out ranks below a success, with sparse rewards as with step penalties.
@@ -59,7 +59,7 @@ def rank_correlation(x: Float[Array, "n"], y: Float[Array, "n"]) -> float:
 
 
 def rank_correlation_by_chance(episodes: int) -> float:
-    """What a worthless critic's rank correlation stays below in 95 of 100 data sets of so many episodes."""
+    """95th percentile of the rank correlation of an uninformed critic, for this many episodes."""
     return min(_ONE_SIDED_95 / math.sqrt(episodes - 1), 1.0) if episodes > 1 else 1.0
 
 
@@ -72,7 +72,7 @@ class AUC:
     by_phase: tuple[float, ...]
     """In each phase alone."""
     by_chance: float
-    """What a worthless critic stays below in 95 of 100 data sets with as many episodes."""
+    """95th percentile of an uninformed critic's AUC, for this many episodes."""
 
 
 def auc(

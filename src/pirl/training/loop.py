@@ -1,4 +1,4 @@
-"""The training loop: one for every algorithm, from one device to many hosts, resumable to the bit."""
+"""The training loop: one for every algorithm, from one device to many hosts, bit-exact on resume."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,10 @@ from pirl.errors import EnvError
 from pirl.names import CONFIG_FILE
 from pirl.parallel import distributed
 from pirl.parallel.sharding import make_mesh, sharded_shapes, state_shardings
+from pirl.planning.choices import with_choices
 from pirl.planning.flops import update_flops
 from pirl.planning.memory import GPUMemoryMonitor
-from pirl.planning.plan import batch_shapes, with_choices
+from pirl.planning.plan import batch_shapes
 from pirl.rollout.collect import CollectionStoppedError
 from pirl.training import preflight, recovered
 from pirl.training.build import build_acting, build_transform, load_policy
@@ -46,7 +47,7 @@ from pirl.training.watchdog import Watchdog
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "tracking", "checkpoint", "mesh", "early_stop"),
-    *("debug_nans", "log_memory", "watchdog", "recovery", "rollout.backend", "rollout.num_workers"),
+    *("debug_nans", "log_memory", "watchdog", "recovery", "evaluation.films", "rollout.backend", "rollout.num_workers"),
     *("rollout.worker_timeout", "rollout.worker_start_timeout"),
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
@@ -63,19 +64,21 @@ def train(
 ) -> int:
     """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint.
 
-    `resume` goes on with the run; with `fresh_if_missing` it begins one that has no checkpoint yet. `eval_fn` is called
+    `resume` continues the run; with `fresh_if_missing` it starts one that has no checkpoint yet. `eval_fn` is called
     at evaluation intervals, its numbers are logged; by default it is the one that `config.eval_fn` names.
     """
     if eval_fn is None and config.eval_fn is not None:
         eval_fn = find_eval_fn(config.eval_fn)
     distributed.initialize()
-    mesh = make_mesh(config.mesh.fsdp)
+    mesh = make_mesh(config.mesh.size)
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     agent = build_agent(config)
     shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
     preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
-    agent, transform = build_agent(with_choices(config)), build_transform(config)
+    chosen = with_choices(config)
+    agent, transform, mesh = build_agent(chosen), build_transform(config), make_mesh(chosen.mesh.size)
+    shapes = sharded_shapes(mesh, shapes)
     with distributed.all_alive(), ExitStack() as parts:
         parts.enter_context(jax.debug_nans(config.debug_nans))
         update = parts.enter_context(Step(agent, mesh, shapes))
@@ -117,7 +120,7 @@ def run(
     evaluator: Evaluations | None = None,
     gone_back: Sequence[Recovery] = (),
 ) -> int:
-    """Update until the steps are done, patience ends, or somebody asks to stop; then leave a checkpoint."""
+    """Update until the last step, early stopping or an interrupt; then save a checkpoint."""
     start, total, is_main = int(extra.get("step", 0)), config.num_train_steps, distributed.is_main()
     memory, patience = GPUMemoryMonitor(), Patience(config.early_stop, extra.get("patience"))
     updates, step, stopped = int(state.step), start, False
@@ -159,6 +162,7 @@ def run(
             state = agent.heard(state, {}, progress.say)
         if evaluator is not None and evaluator.due(0, total) and not extra:
             log.write(0, results := evaluator(state, 0, total, progress.say))
+            log.show(0, evaluator.shown)
             state = agent.heard(state, results, progress.say)
         for step in range(start + 1, total + 1):
             try:
@@ -172,11 +176,11 @@ def run(
                     updates += 1
                     stream.notice(metrics)
                     log.gather(metrics)
-            except CollectionStoppedError:  # nothing of this step has been learned yet
+            except CollectionStoppedError:  # no update of this step has run
                 stopped, ending = True, f"interrupted while collecting for step {step}; --resume goes on from there"
                 ending += leave(step - 1, None)
                 break
-            except EnvError:  # nor here: the environments are broken, not what was learned in them
+            except EnvError:  # broken environments; the weights are fine
                 save(step - 1, None)
                 raise
             own = stream.metrics() | ({recovered.METRIC: len(gone_back)} if gone_back else {})
@@ -193,6 +197,7 @@ def run(
                     save(step, values)
                     raise
                 log.write(step, results)
+                log.show(step, evaluator.shown)
                 state = agent.heard(state, results, progress.say)
                 values = (values or {}) | results
             watchdog.beat()

@@ -35,7 +35,7 @@ FILE = "held_out.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What is known of each row. Values are those of the weights that act, means over the ensemble."""
+    """Per-row results. Values come from the acting weights and are means over the ensemble."""
 
     episode: Int[Array, "n"]
     """Which episode of the data it is of."""
@@ -45,9 +45,9 @@ class Measured:
     outcome: Int[Array, "n"]
     """1 success, 0 failure, -1 unlabelled."""
     returns: Float[Array, "n"]
-    """To go, cut failures included; NaN where nobody knows."""
+    """Returns to go, cut failures included; NaN if unknown."""
     ended: Bool[Array, "n"]
-    """Did the task end, so that the return is exact?"""
+    """Whether the task ended, so that the return is exact."""
     error: Float[Array, "n H A"]
     """|planned - recorded|, in the model's normalised units."""
     robot_error: Float[Array, "n H A"]
@@ -55,11 +55,11 @@ class Measured:
     valid: Float[Array, "n H"]
     """1 inside the episode."""
     numbers: Mapping[str, Float[Array, "n"]]
-    """What the networks said: `flow_loss`, and of a critic `q`, `q_spread`, `td_error`, ..."""
+    """Network outputs: `flow_loss`, and with a critic `q`, `q_spread`, `td_error`, ..."""
 
     @property
     def has_values(self) -> bool:
-        """Does the agent have a critic?"""
+        """Whether the agent has a critic."""
         return "q" in self.numbers
 
     @property
@@ -81,7 +81,7 @@ class Measured:
         return calibration(self.numbers["q"][self.ended], self.returns[self.ended])
 
     def metrics(self) -> dict[str, float]:
-        """For the log; what cannot be told from these episodes is left out."""
+        """For the log; metrics that these episodes do not determine are left out."""
         return {name: float(value) for name, value in self._all().items() if math.isfinite(value)}
 
     def _all(self) -> dict[str, float]:
@@ -124,7 +124,7 @@ class Measured:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything a report draws, as plain values; what is unknown is null."""
+        """Everything a report draws, as plain values; unknown values are null."""
         details: dict[str, Any] = {
             "metrics": self.metrics(),
             "rows": len(self.step),
@@ -137,6 +137,13 @@ class Measured:
                 {"predicted": one.predicted, "returned": one.returned, "count": one.count} for one in self.calibration
             ]
         return details
+
+    def samples(self) -> dict[str, list[Any]]:
+        """Every number of every row, by column: which sample has which loss."""
+        index = {"episode": self.episode, "step": self.step, "outcome": self.outcome, "return": self.returns}
+        return {
+            name: x.tolist() for name, x in (index | {"action_error": self.action_error} | dict(self.numbers)).items()
+        }
 
     def _errors(self, rows: Bool[Array, "n"]) -> dict[str, Any]:
         _, by_dimension, _ = masked_means(self.robot_error[rows], self.valid[rows])
@@ -159,7 +166,7 @@ class Measured:
 
 
 def metric_names(*, values: bool) -> set[str]:
-    """What a measurement may log, of an agent with values or without."""
+    """The metrics a measurement may log, for an agent with values or without."""
     row, said = np.zeros(1), ("q_spread", "td_error", "candidate_mean", "candidate_best", "candidate_error")
     names = ("q", *said, "chosen_error", "learns") if values else ()
     whole, one = np.zeros(1, np.int64), np.zeros((1, 1, 1))

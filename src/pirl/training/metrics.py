@@ -19,6 +19,7 @@ import numpy as np
 from pirl.errors import ConfigError, PirlError, listing
 from pirl.planning.memory import memory_values
 from pirl.training import sinks as sinks_module
+from pirl.training.shown import Shown
 from pirl.training.sinks import CsvSink, Guarded, JsonlSink, Record, RunInfo, Sink, SinkName
 
 PEAK_FLOPS = {
@@ -37,7 +38,7 @@ PEAK_FLOPS = {
 
 
 class DivergedError(PirlError):
-    """A metric is no longer a number: going on would only spoil the checkpoints."""
+    """A metric is not finite; training on would only spoil the checkpoints."""
 
     def __init__(self, message: str, *, hint: str = "", step: int = 0) -> None:
         super().__init__(message, hint=hint)
@@ -54,7 +55,7 @@ def check_finite(values: Mapping[str, float | Sequence[float]], *, step: int) ->
 
 
 def check_state(state: Any, *, step: int) -> None:
-    """Raise if a number of the training state is NaN or infinite; its metrics speak of the state before the update."""
+    """Raise if a number of the training state is NaN or infinite; its metrics describe the state before the update."""
     finite = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(state)))
     if bad := [jax.tree_util.keystr(path, simple=True, separator="/") for path, whole in finite if not whole]:
         raise _diverged(f"after step {step} {len(bad)} of {len(finite)} arrays are not finite\n{listing(bad)}", step)
@@ -211,7 +212,7 @@ class MetricLog:
             self._gathered.setdefault(name, []).append(value)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Time that is no training."""
+        """Exclude this time from the step timers."""
         return self.timers.paused() if self.timers else nullcontext()
 
     def count_flops(self, count: Callable[[], int | float]) -> None:
@@ -239,6 +240,12 @@ class MetricLog:
         for sink in self._sinks:
             sink.write(record)
         return record.time
+
+    def show(self, step: int, shown: Shown | None) -> None:
+        """Pass on what an evaluation shows beside its numbers."""
+        if shown is not None:
+            for sink in self._sinks:
+                sink.show(step, shown)
 
     def pending(self) -> dict[str, list[float]]:
         """The interval that has begun but is not written, for a checkpoint; waits for the device."""

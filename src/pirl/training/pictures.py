@@ -1,4 +1,4 @@
-"""What the model is shown: the first batch's cameras as one picture, so that a wrong mapping is seen, not guessed."""
+"""The model's input: the first batch's cameras as one picture, so that a wrong mapping is seen, not guessed."""
 
 from pathlib import Path
 from typing import Any

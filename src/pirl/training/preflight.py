@@ -1,8 +1,7 @@
-"""Checks before a run: everything that is wrong with it, at once, before a frame is decoded or a program compiled.
+"""Checks before a run: report every problem at once, before a frame is decoded or a program compiled.
 
-`check` reads metadata alone (of weights names and shapes, of datasets their columns) and changes nothing on disk. What
-would have to be downloaded is looked at last, if nothing else is wrong. `pirl train` and `--dry-run` make the same
-checks.
+`check` reads only metadata (names and shapes of weights, columns of datasets) and changes nothing on disk. Downloads
+come last, once everything else is right. `pirl train` and `--dry-run` make the same checks.
 """
 
 import math
@@ -53,7 +52,7 @@ TIMES = ("time/step_seconds", "time/samples_per_second", "time/mfu", "time/stall
 
 
 class PreflightError(PirlError):
-    """Several things are wrong with a run; none of them has changed anything."""
+    """Several problems of one run. Nothing was changed on disk."""
 
     def __init__(self, problems: list[PirlError]) -> None:
         found = numbered([(problem.message, problem.hint) for problem in problems])
@@ -74,7 +73,7 @@ def check(
 ) -> None:
     """Refuse a run that cannot succeed: one problem as its own error, several as a `PreflightError` with all of them.
 
-    `shapes` is the training state's, with its shardings. `own_metrics`: an `eval_fn` logs names that nobody knows here.
+    `shapes` is the training state's, with its shardings. `own_metrics`: an `eval_fn` may log any name.
     """
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     checks: list[Callable[[], Iterator[PirlError | PirlWarning]]] = [
@@ -98,7 +97,7 @@ def check(
 
 
 def _collect(checks: list[Callable[[], Iterator[PirlError | PirlWarning]]]) -> list[PirlError]:
-    """What the checks give or raise; warnings are shown."""
+    """Problems that the checks yield or raise; warnings are shown."""
     problems: list[PirlError] = []
     for one in checks:
         try:
@@ -113,7 +112,7 @@ def _collect(checks: list[Callable[[], Iterator[PirlError | PirlWarning]]]) -> l
 
 
 def folder_problems(config: RLTrainConfig, shapes: TrainState, **modes: bool) -> Iterator[PirlError]:
-    """A run folder that is taken, has nothing to resume from, or holds a state of another shape."""
+    """A run folder that is in use, has nothing to resume from, or holds a state of another shape."""
     if not check_directory(config.run_dir, **modes):
         return
     step = complete_steps(config.run_dir)[-1]
@@ -139,7 +138,7 @@ def folder_problems(config: RLTrainConfig, shapes: TrainState, **modes: bool) ->
 
 
 def position_problems(config: RLTrainConfig, saved: Mapping[str, Any]) -> Iterator[PirlError]:
-    """Data other than those a run began with; their positions mean nothing then."""
+    """A resumed run whose data differ from those it started with."""
     for what, had, has in (
         ("collects episodes with `online`", "replay" in saved, config.online is not None),
         ("reads a dataset", "data" in saved, config.agent.uses_dataset),
@@ -174,7 +173,7 @@ def device_problems(config: RLTrainConfig, mesh: jax.sharding.Mesh, shapes: Trai
     """A batch that the devices cannot share, or weights that cannot be sharded."""
     try:
         check_batch(config.batch_size, mesh)
-        per_device, parts = config.batch_size // mesh.size, config.agent.accumulate
+        per_device, parts = config.batch_size // mesh.size, config.agent.parts
         if per_device % parts:
             raise ConfigError(
                 f"each of {mesh.size} device(s) gets {per_device} samples, in {parts} parts",
@@ -205,6 +204,8 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
         return
     if (folder := own_assets(config.data)) is not None:
         folder = stats_of_weights(config) or folder
+        if not folder.exists() and any(folder == Path(name) for name in names):
+            return  # a dataset's path that is mistyped is one problem, not two
         found = data.norm_stats_problems(
             config.data, robot, folder, horizon=config.horizon, quantile=config.quantile_norm
         )
@@ -260,7 +261,7 @@ def clip_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource], folde
 
 
 def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError]:
-    """Weights that are not there or are another model's, told by their names and shapes alone."""
+    """Missing weights, or weights of another model, judged by names and shapes."""
     where = config.init_weights
     if where is None or not isinstance(config.model, Pi0Config):
         return
@@ -276,7 +277,7 @@ def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterato
 def metric_problems(
     config: RLTrainConfig, agent: Agent, shapes: TrainState, *, own_metrics: bool = False
 ) -> Iterator[PirlError]:
-    """Metrics that are to stop a run or choose checkpoints, and that the run never logs."""
+    """Metrics for early stopping or keep_best that the run never logs."""
     rules = {"early_stop": config.early_stop, "checkpoint.keep_best": config.checkpoint.keep_best}
     for name, rule in rules.items():
         if rule is None:
@@ -302,7 +303,7 @@ def metric_problems(
 
 
 def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set[str] | None:
-    """The metrics that a run logs; None for an algorithm whose batches are not known here."""
+    """The metrics that a run logs; None for an algorithm with batches of its own kind."""
     try:
         batch, key = batch_shapes(agent, config.batch_sizes), jax.eval_shape(lambda: jax.random.key(0))
         _, metrics = jax.eval_shape(agent.update, shapes, batch, key)
@@ -314,7 +315,7 @@ def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set
 
 
 def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlError]:
-    """Less free space than the checkpoints will take that the run keeps, and the one that is being written."""
+    """Not enough free disk for the checkpoints that are kept plus the one being written."""
     needed, steps = checkpoint_bytes(config, shapes)
     place = next(parent for parent in (config.run_dir, *config.run_dir.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(place).free
@@ -327,7 +328,7 @@ def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlErr
 
 
 def checkpoint_bytes(config: RLTrainConfig, shapes: TrainState) -> tuple[int, int]:
-    """Bytes and number of the steps that are on disk at once, at most: those kept, and the one being written."""
+    """(bytes, steps) on disk at the same time, at most: those kept and the one being written."""
     rule, total = config.checkpoint, config.num_train_steps
     steps = sorted({*range(rule.save_interval, total + 1, rule.save_interval), total})
     scores = {step: float(step) for step in steps} if rule.keep_best else {}

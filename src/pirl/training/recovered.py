@@ -1,6 +1,6 @@
-"""What a run gave up to go on: where it went back, why, with which settings and without which batches.
+"""Records of recoveries: the step a run went back to, why, the changed settings, the skipped batches.
 
-The file lies in the run's folder and outlives checkpoints, so that whoever goes on with the run goes on with less, too.
+The file is in the run folder and outlives checkpoints, so resuming the run keeps the changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,23 @@ from pirl.files import json_text, write_text
 
 FILE = "recoveries.json"
 METRIC = "recovery/times"
-"""How often the run has gone back so far; logged once it has."""
+"""Recoveries so far; logged after the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """One time that a run went back."""
+    """One recovery."""
 
     kind: Literal["diverged", "memory"]
-    """What made it go back."""
+    """The cause."""
     reason: str
-    """What had happened."""
+    """The error."""
     back_to: int
     """The step it went back to."""
     changes: Mapping[str, tuple[Any, Any]]
-    """Setting (dotted) -> what it was, what it is since."""
+    """Setting (dotted) -> (old value, new value)."""
     skipped: tuple[int, int] = (0, 0)
-    """Batches of the dataset that are left out: from, up to but without."""
+    """Skipped dataset batches: [first, end)."""
 
     def __str__(self) -> str:
         first, end = self.skipped
@@ -42,7 +42,7 @@ class Recovery:
 
 
 def read(folder: Path) -> tuple[Recovery, ...]:
-    """All of a run, oldest first; none where it never went back."""
+    """All recoveries of a run, oldest first."""
     file = folder / FILE
     if not file.is_file():
         return ()
@@ -56,13 +56,13 @@ def read(folder: Path) -> tuple[Recovery, ...]:
 
 
 def write(folder: Path, recoveries: Sequence[Recovery]) -> None:
-    """Keep them, if there are any."""
+    """Write them to the run folder, if there are any."""
     if recoveries:
         write_text(folder / FILE, json_text({"recoveries": [asdict(one) for one in recoveries]}))
 
 
 def remembered(config: RLTrainConfig, recoveries: Sequence[Recovery]) -> RLTrainConfig:
-    """The configuration with what was given up; a setting that was changed since stays as it is."""
+    """The configuration with the recoveries' changes; settings changed since keep their new values."""
     for one in recoveries:
         now = to_dict(config)
         config = with_settings(config, {path: new for path, (old, new) in one.changes.items() if _at(now, path) == old})
@@ -70,7 +70,7 @@ def remembered(config: RLTrainConfig, recoveries: Sequence[Recovery]) -> RLTrain
 
 
 def changes_between(before: RLTrainConfig, after: RLTrainConfig) -> dict[str, tuple[Any, Any]]:
-    """What `Recovery.changes` holds."""
+    """The value of `Recovery.changes`."""
     found: list[Change] = diff(before, after)
     return {path: (old, new) for path, old, new in found}
 
@@ -88,7 +88,7 @@ def with_settings(config: RLTrainConfig, settings: Mapping[str, Any]) -> RLTrain
 
 
 def beyond(position: Mapping[str, Any], recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """A stream's position, moved past the batches that are left out."""
+    """A stream's position, moved past skipped batches."""
     if "data" not in position:
         return dict(position)
     step = int(position["data"]["step"])

@@ -1,10 +1,10 @@
-"""Training that goes on by itself: after divergence, or out of memory, from the last checkpoint and with less.
+"""Automatic recovery from divergence and out-of-memory errors: restart from the last checkpoint with changed settings.
 
-Diverged (a metric or a weight is not a number): learning rates are lowered, and the batches between that checkpoint and
-the step that noticed are left out. A checkpoint from which this happens twice is set aside for the one before it. Out
-of memory: more parts per batch, more rematerialisation. At most `recovery.attempts` times in a run, each time with a
-warning; `recoveries.json`, the metric `recovery/times`, every later checkpoint's metadata and the summary say so. A run
-that never goes back is what it would be without this.
+Divergence (a metric or weight is not finite) lowers the learning rates and skips the batches between that checkpoint
+and the failing step; a checkpoint that diverges twice is set aside for the one before it. Out of memory: more
+accumulation, then more rematerialisation. At most `recovery.attempts` times per run, each with a warning, recorded in
+`recoveries.json`, the metric `recovery/times`, later checkpoints' metadata and the final summary. Runs that never
+recover are unaffected.
 """
 
 import gc
@@ -22,7 +22,7 @@ from pirl.checkpoints.run_directory import complete_steps
 from pirl.config import RLTrainConfig
 from pirl.errors import PirlError, PirlWarning
 from pirl.models.config import Pi0Config
-from pirl.planning.plan import with_choices
+from pirl.planning.choices import with_choices
 from pirl.training import loop, recovered
 from pirl.training.config import slower
 from pirl.training.eval_fn import EvalFn
@@ -31,7 +31,7 @@ from pirl.training.recovered import Recovery
 
 
 class OutOfMemoryError(PirlError):
-    """A device's memory ran out, and nothing is left to go on with less."""
+    """Out of device memory, and no setting is left that would need less."""
 
 
 def train(
@@ -43,7 +43,7 @@ def train(
     dry_run: bool = False,
     eval_fn: EvalFn | None = None,
 ) -> int:
-    """`loop.train`, again from the last checkpoint where it diverges or runs out of memory; the same arguments."""
+    """`loop.train` with recovery from divergence and out-of-memory errors; the same arguments."""
     if resume:
         config = _as_it_was(config)
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
@@ -70,23 +70,23 @@ def train(
 
 
 def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
-    """What the run gave up before stays given up."""
+    """Keep the changes of earlier recoveries."""
     known = recovered.read(config.run_dir)
     again = recovered.remembered(config, known)
     if changes := recovered.changes_between(config, again):
         told = ", ".join(f"{path} {old} -> {new}" for path, (old, new) in changes.items())
-        message = f"{config.run_dir} went back {len(known)} time(s) and goes on with less: {told}"
+        message = f"{config.run_dir} recovered {len(known)} time(s) and keeps the changed settings: {told}"
         warnings.warn(f"{message} ({recovered.FILE} says why)", PirlWarning, stacklevel=3)
     return again
 
 
 def _may_go_back(config: RLTrainConfig) -> bool:
-    """Is there a time left? Several processes do not: one of them may not know yet."""
+    """Whether another attempt is allowed. Never with several processes: the others may not know of the failure."""
     return jax.process_count() == 1 and len(recovered.read(config.run_dir)) < config.recovery.attempts
 
 
 def _slower(config: RLTrainConfig, error: DivergedError) -> tuple[RLTrainConfig, Recovery]:
-    """Lower learning rates, and other batches than those since the last checkpoint."""
+    """Lower the learning rates and skip the batches since the last checkpoint."""
     factor = config.recovery.learning_rate
     changed = replace(config, policy_schedule=slower(config.policy_schedule, factor))
     if config.has_critic:
@@ -106,16 +106,19 @@ def _slower(config: RLTrainConfig, error: DivergedError) -> tuple[RLTrainConfig,
 
 
 def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConfig, Recovery] | None:
-    """Twice as many parts first, as long as the batch has them; then all of rematerialisation, then more parts."""
-    model, agent, share = with_choices(config).model, config.agent, config.batch_size // jax.device_count()
-    parts = next((n for n in range(agent.accumulate + 1, share + 1) if share % n == 0), None)
-    if isinstance(model, Pi0Config) and model.remat != "full" and (agent.accumulate > 1 or parts is None):
+    """Accumulate more; at 2 or more parts, full rematerialisation; then accumulate more again."""
+    chosen, share = with_choices(config), config.batch_size // jax.device_count()
+    model, agent = chosen.model, chosen.agent
+    parts = next((n for n in range(agent.parts + 1, share + 1) if share % n == 0), None)
+    if isinstance(model, Pi0Config) and model.remat != "full" and (agent.parts > 1 or parts is None):
         model = replace(model, remat="full")
     elif parts is not None:
         agent = replace(agent, accumulate=parts)
     else:
         return None
-    changed = replace(config, model=model, agent=agent)
+    # With several devices the mesh is not chosen anew: fewer parts at a time would fit on fewer of them.
+    mesh = chosen.mesh if jax.device_count() > 1 else config.mesh
+    changed = replace(config, model=model, agent=agent, mesh=mesh)
     return changed, Recovery(
         kind="memory",
         reason=f"out of memory: {_first_line(error)}",
@@ -125,7 +128,7 @@ def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConf
 
 
 def _go_back(config: RLTrainConfig, found: tuple[RLTrainConfig, Recovery]) -> RLTrainConfig:
-    """Write down what is given up, say it, and return the configuration to go on with."""
+    """Record the recovery, warn, and return the changed configuration."""
     changed, new = found
     known = (*recovered.read(config.run_dir), new)
     recovered.write(config.run_dir, known)
@@ -139,7 +142,7 @@ def _go_back(config: RLTrainConfig, found: tuple[RLTrainConfig, Recovery]) -> RL
 
 
 def _set_suspect_aside(config: RLTrainConfig) -> None:
-    """A checkpoint that training diverged from before is finite, but spoilt; the one before it may be better."""
+    """Set a checkpoint aside that training diverged from twice: its weights are finite but unusable."""
     known = recovered.read(config.run_dir)
     steps = [step for step in complete_steps(config.run_dir) if can_be_resumed(config.run_dir / str(step))]
     if len(steps) > 1 and known and (known[-1].kind, known[-1].back_to) == ("diverged", steps[-1]):

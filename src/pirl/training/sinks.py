@@ -1,7 +1,7 @@
 """Where metrics go: the console, `metrics.jsonl`, `metrics.csv`, and services that may be absent or offline.
 
-A metric is never worth a training run. Every sink is therefore wrapped in `Guarded`: the first call that fails ends
-that sink with one warning, and the run goes on.
+A failing sink must not stop training. Every sink is wrapped in `Guarded`: its first error disables it with one
+warning.
 """
 
 import csv
@@ -20,9 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from PIL import Image
+
 from pirl.errors import MissingExtraError, PirlWarning
 from pirl.files import write_text
 from pirl.training.console import grouped, heading, one_line
+from pirl.training.shown import Shown
 
 SinkName = Literal["console", "wandb", "trackio", "tensorboard"]
 """Sinks that are chosen; the two files are always written."""
@@ -32,7 +36,7 @@ JSONL_FILE, CSV_FILE = "metrics.jsonl", "metrics.csv"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is written at one step."""
+    """The metrics of one step."""
 
     step: int
     """Updates so far."""
@@ -44,7 +48,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a tracking service wants to know about a run."""
+    """A run, as tracking services identify it."""
 
     project: str = "pirl"
     """Under which runs are gathered."""
@@ -64,7 +68,7 @@ class RunInfo:
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes records; may raise, and then is not called again."""
+    """Takes records; may raise, and then is not called again. One with `show` (`Gallery`) also takes films."""
 
     def write(self, record: Record) -> None:
         """Take one record."""
@@ -73,8 +77,16 @@ class Sink(Protocol):
         """Finish; no record follows."""
 
 
+@runtime_checkable
+class Gallery(Protocol):
+    """Takes films and tables of evaluations."""
+
+    def show(self, step: int, shown: Shown) -> None:
+        """Take films, and which initial states are solved."""
+
+
 class Guarded:
-    """A sink that cannot fail the run: after its first error it is silent."""
+    """A sink that cannot fail the run: its first error disables it."""
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self.name = name
@@ -83,16 +95,21 @@ class Guarded:
 
     @property
     def alive(self) -> bool:
-        """Does it still take records?"""
+        """Whether it still takes records."""
         return self._sink is not None
 
     def write(self, record: Record) -> None:
-        """Pass a record on, or do nothing."""
+        """Pass a record on if the sink works."""
         if (sink := self._sink) is not None:
             self._attempt("write", lambda: sink.write(record))
 
+    def show(self, step: int, shown: Shown) -> None:
+        """Pass on films, if the sink takes any."""
+        if isinstance(sink := self._sink, Gallery):
+            self._attempt("show films", lambda: sink.show(step, shown))
+
     def close(self) -> None:
-        """Finish the sink, if it is still there."""
+        """Close the sink if it works."""
         if (sink := self._sink) is not None:
             self._attempt("close", sink.close)
             self._sink = None
@@ -127,11 +144,11 @@ class ConsoleSink:
         print(grouped(head, record.values, width) if sys.stdout.isatty() else one_line(head, record.values), flush=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class JsonlSink:
-    """One JSON object a line: step, time, values. What is not finite is null, and named in `non_finite`."""
+    """One JSON object per line: step, time, values. Non-finite values are null and named in `non_finite`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -237,8 +254,22 @@ class TrackerSink:
         """Send a record; the service draws gaps where a value is not finite."""
         self._module.log(dict(record.values), step=record.step)
 
+    def show(self, step: int, shown: Shown) -> None:
+        """Films, and at wandb a table of initial states: solved before, solved now."""
+        media: dict[str, Any] = {
+            f"eval/films/{file.stem}": self._module.Video(str(file), format="mp4") for file in shown.films
+        }
+        if shown.strip is not None:
+            media["eval/filmstrip"] = self._module.Image(str(shown.strip))
+        if self._module.__name__ == "wandb":
+            columns = ["task", "init", "before", "now"]
+            rows = [[getattr(one, name) for name in columns] for one in shown.states]
+            media["eval/states"] = self._module.Table(columns=columns, data=rows)
+        if media:
+            self._module.log(media, step=step)
+
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload pending data."""
         self._module.finish()
 
 
@@ -261,6 +292,12 @@ class TensorBoardSink:
         """One scalar per value."""
         for name, value in record.values.items():
             self._writer.add_scalar(name, value, record.step, walltime=record.time)
+
+    def show(self, step: int, shown: Shown) -> None:
+        """The filmstrip; videos would need another package."""
+        if shown.strip is not None:
+            with Image.open(shown.strip) as strip:
+                self._writer.add_image("eval/filmstrip", np.asarray(strip), step, dataformats="HWC")
 
     def close(self) -> None:
         """Flush and close the event file."""

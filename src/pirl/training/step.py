@@ -21,7 +21,7 @@ from pirl.training import compiler
 class Step:
     """`agent.update`; the state keeps its shards, metrics are everywhere the same.
 
-    As a context it compiles ahead only while inside: who leaves in the middle does not wait for a program.
+    As a context it compiles ahead only while inside: leaving the context does not wait for compilation.
     """
 
     def __init__(self, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> None:
@@ -63,7 +63,7 @@ class Step:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """(the state after it, metrics). The state that was given is gone, but for what is frozen.
 
-        `program` is what `lower` gave, compiled: for those who want to do that beforehand.
+        `program` is what `lower` gave, compiled ahead of time.
         """
         changing, frozen = self._split(state)
         if not (program or self._compiled):

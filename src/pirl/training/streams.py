@@ -42,7 +42,7 @@ LOGGED = {
 
 
 def logged_names(config: RLTrainConfig) -> tuple[str, ...]:
-    """What the stream of a run logs, besides what its updates do."""
+    """Metrics a run's stream logs beside those of its updates."""
     if config.agent.groups is not None:
         return LOGGED["ript"] + LOGGED["collected"]
     return LOGGED["data"] + (LOGGED["online"] + LOGGED["collected"] if config.online is not None else ())
@@ -56,22 +56,22 @@ class Stream(Protocol):
         """The batches of one step of the loop; raises CollectionStoppedError if asked to stop while collecting."""
 
     def notice(self, metrics: Mapping[str, jax.Array]) -> None:
-        """What the update on the latest batch said of it."""
+        """Metrics of the update on the latest batch."""
 
     def metrics(self) -> dict[str, float]:
-        """What is to be logged of the round."""
+        """Metrics of the round."""
 
     def example(self) -> Any:
         """A batch as it would be, for a dry run."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as plain JSON."""
+        """The state for `restore`, as plain JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Remove files that none of these states needs."""
+        """Remove files that none of these states uses."""
 
 
 class DatasetStream:
@@ -240,7 +240,7 @@ class GroupStream:
         """Collect, compare, and give the rows out in random order until the passes are over or the policy moved far."""
         groups = self._collect(step, state, stop, say)
         full = [group for _, group in groups if len(group) == self._plan.size]
-        lesson = self._agent.prepare(np.array([_successes(group) for group in full]).reshape(-1, self._plan.size))
+        lesson = self._agent.lesson(full)
         rows = self._rows([full[i] for i in lesson.groups], lesson)
         updates = 0
         for batch in self._batches(step, rows):
@@ -291,8 +291,16 @@ class GroupStream:
         policy = self._collector.policy
         flat = [rollout for group in groups for rollout in group]
         columns = {name: column.ravel() for name, column in lesson.columns.items()}
-        cameras, even = policy.cameras, self._plan.even
-        return plan_rows(policy.transform, flat, columns, cameras, lesson.constants, even=even)
+        return plan_rows(
+            policy.transform,
+            flat,
+            columns,
+            policy.cameras,
+            lesson.constants,
+            even=self._plan.even,
+            of_plans=lesson.of_plans,
+            notes=self._agent.notes,
+        )
 
     def _batches(self, step: int, rows: PlanRows | None) -> Iterator[Any]:
         fresh, self._moved_far = True, False
@@ -322,8 +330,9 @@ class GroupStream:
     def example(self) -> Any:
         """A batch of the first observations of an environment, started for real."""
         observation = _first_observation(self._collector, self._curriculum)
-        lesson = self._agent.prepare(np.eye(1, self._plan.size))
-        rows = first_rows(self._collector.policy, observation, self._horizon, [*lesson.columns, *lesson.constants])
+        lesson = self._agent.lesson([])
+        columns = [*lesson.columns, *lesson.constants, *lesson.of_plans]
+        rows = first_rows(self._collector.policy, observation, self._horizon, columns, self._agent.notes)
         chosen = np.zeros(self._batch_size, np.int64)
         return self._batch(rows.batch(chosen, np.ones(self._batch_size, np.float32), fresh=True))
 
@@ -352,7 +361,7 @@ class GroupStream:
 
 
 def _first_observation(collector: Collector, curriculum: Curriculum) -> RawObservation:
-    """What an environment shows before anything is done."""
+    """An environment's first observation."""
     context = curriculum.draw(1, 0)[0]
     begun = collector.pool.start({0: context})[0]
     if isinstance(begun, Lost):

@@ -1,4 +1,4 @@
-"""Notices what a person would notice who looks at the curves now and then: each thing once, in words, never more.
+"""Health checks on a run's metrics. Each problem is reported once.
 
 It looks at the metrics as they are written, at the disk, and (from a thread) at how long ago the last step was. It only
 stops a run if `watchdog.stop` says so.
@@ -24,7 +24,7 @@ KNOWN = 0.7
 
 
 class UnhealthyError(PirlError):
-    """A run that was told to stop when something looks wrong."""
+    """Raised at an alarm if `watchdog.stop` is set."""
 
 
 class Watchdog:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -69,14 +68,18 @@ def train_words(file: Path, config: RLTrainConfig) -> list[str]:
 
     A run that diverges fails: with another learning rate than the one it is to try, it would be worth nothing.
     """
-    config = replace(config, recovery=replace(config.recovery, attempts=0))
-    run, words = config.run_dir, ["train", str(write_yaml(file, config, overwrite=True))]
+    write_yaml(file, config, overwrite=True)
+    return ["train", str(file), *_goes_on(config.run_dir), "--recovery.attempts", "0"]
+
+
+def _goes_on(run: Path) -> list[str]:
+    """The flag that goes on with what is there of a run."""
     if not run.is_dir():
-        return words
+        return []
     lock_run(run, timeout=FREED_SECONDS).release()  # that of a search that was killed is just ending
     if complete_steps(run):
-        return [*words, "--resume"]
-    return [*words, "--overwrite"] if (run / METADATA_FILE).exists() else words
+        return ["--resume"]
+    return ["--overwrite"] if (run / METADATA_FILE).exists() else []
 
 
 def explain(code: int, said: str) -> tuple[str, bool]:

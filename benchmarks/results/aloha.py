@@ -1,0 +1,112 @@
+"""gym-aloha with pictures: imitation, filters, offline RL and rollouts, from the same imperfect demonstrations.
+
+    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --seeds 0 1 2      one GPU, 16 cores: hours
+    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --minutes 9        stop, and go on another time
+    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --report           write docs/results/aloha.md
+
+Needs the extra `aloha`, and for training a GPU. A π₀ of ten million parameters learns from scratch.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ladder import DOCS, Ladder, Row, Task, say, write
+
+DIALS = ("--dials", "grasp_error=0.006", "waypoint_noise=0.01", "action_noise=0.005")
+TRANSFER = Task(
+    name="aloha_transfer",
+    record=("bc_aloha_transfer_small", *DIALS, "time_scale=0.7", "miss=0.35", "let_go=0.35"),
+    robot="aloha_sim",
+    horizon=20,
+    rows=(
+        Row("bc", "BC", "bc_aloha_transfer_small"),
+        Row(
+            "bc_more",
+            "BC, continued for as many updates as RL",
+            "acrlpd_aloha_transfer_small",
+            "bc",
+            ("--agent.actor", "best_of_n"),
+        ),
+        Row(
+            "successes",
+            "BC, then successes only",
+            "bc_aloha_transfer_small",
+            "bc",
+            (
+                "--data.successes-only",
+                "--freeze",
+                "vlm_frozen",
+                "--pi0-lr",
+                "3e-4",
+                "--policy-schedule.decay-steps",
+                "4000",
+                "--max-steps",
+                "4000",
+            ),
+        ),
+        Row("filtered", "BC, then the best 30 % by discounted return", "filtered_aloha_transfer_small", "bc"),
+        Row("acrlpd", "**ACRLPD, offline**", "acrlpd_aloha_transfer_small", "bc"),
+        Row(
+            "acrlpd_best",
+            "– best of 8 by its critic",
+            "acrlpd_aloha_transfer_small",
+            of="acrlpd",
+            acting=("--best-of", "8"),
+        ),
+        Row(
+            "bc_best",
+            "BC, continued, best of 8 by its critic",
+            "acrlpd_aloha_transfer_small",
+            of="bc_more",
+            acting=("--best-of", "8"),
+        ),
+        Row("ript", "BC, then RIPT", "ript_aloha_transfer_small", "bc"),
+        Row("acrlpd_ript", "ACRLPD, then RIPT", "ript_aloha_transfer_small", "acrlpd"),
+    ),
+)
+TASKS = {TRANSFER.name: TRANSFER}
+
+
+def main() -> int:
+    """Run the ladder, or write its page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--run", type=Path, required=True, help="folder of data, runs, evaluations, logs and results.jsonl")
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--demos", type=int, default=300)
+    add("--episodes", type=int, default=200, help="test episodes of each row")
+    add("--share", type=float, default=1.0, help="of each recipe's steps")
+    add("--rows", nargs="+", metavar="NAME", help="only these rows (and what they start from)")
+    add("--jobs", type=int, default=3, help="rows at a time")
+    add("--minutes", type=float, default=float("inf"))
+    add("--report", action="store_true", help="only write the page")
+    args, extra = parser.parse_known_args()
+    args.run.mkdir(parents=True, exist_ok=True)
+    done, deadline = True, time.time() + 60 * args.minutes
+    for task in () if args.report else TASKS.values():
+        one = replace(task, rows=tuple(row for row in task.rows if args.rows is None or row.name in args.rows))
+        for seed in args.seeds:
+            ladder = Ladder(
+                task=one,
+                run=args.run.absolute(),
+                seed=seed,
+                demos=args.demos,
+                episodes=args.episodes,
+                share=args.share,
+                deadline=deadline,
+                extra=tuple(extra),
+            )
+            done &= ladder.climb(args.jobs)
+    titles = {TRANSFER.name: "TransferCube"}
+    rows = {name: task.rows for name, task in TASKS.items()}
+    if args.report:
+        write(DOCS / "aloha.md", DOCS / "aloha.jsonl", args.run / "results.jsonl", rows, titles)
+    say("done" if done else "not complete: the same command goes on")
+    return 0 if done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

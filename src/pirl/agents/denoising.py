@@ -1,0 +1,162 @@
+"""Sampling a flow as a chain of Gaussian steps, whose densities are exact (πRL, arXiv 2510.25889).
+
+    Flow-SDE     x' = x - δ v - σ² δ/(2t) x̂₁ + σ √δ ε,   σ = a √(t / (1-t)),   x̂₁ = x + (1-t) v
+    Flow-Noise   x' = x - δ v + σ_θ(x, t, s) ε
+    density      log p(x'|x) = Σ -(x' - μ)²/(2σ²) - log σ - ½ log 2π
+
+Time runs from t = 1, noise, to t = 0, the chunk, in steps of δ. Flow-SDE adds noise and takes it out again: -x̂₁/t is
+the score of the marginal at t, so for small δ the chunks are distributed as without noise, at any level a. It is used
+at one step of a plan, drawn at random; the others follow the ODE. Flow-Noise has noise of learned size at every step.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from pirl.models import flow
+from pirl.models.critic import CriticInputs
+from pirl.models.noise_head import NoiseHead
+from pirl.models.params import Params
+from pirl.models.policy import FlowPolicy
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+def times(steps: int) -> Float[np.ndarray, "F"]:
+    """The times at which steps begin, accumulated in float32 as `flow.euler` does."""
+    found, delta = np.ones(steps, np.float32), np.float32(-1 / steps)
+    for i in range(1, steps):
+        found[i] = found[i - 1] + delta
+    return found
+
+
+def sigma(t: Float[Array, "*B"], delta: float, level: float) -> Float[Array, "*B"]:
+    """a √(t / (1-t)). It is infinite at t = 1, where the first step has the 1 - t of the second instead.
+
+    The first step therefore has σ²δ = a² for any δ, and makes the variance larger by a⁴/4: keep a below 1.
+    """
+    return level * jnp.sqrt(t / (1 - jnp.minimum(t, 1 - delta)))
+
+
+def ode_mean(x: Float[Array, "B N H A"], v: Float[Array, "B N H A"], delta: float) -> Float[Array, "B N H A"]:
+    """Where a step without noise leads, and the mean of Flow-Noise."""
+    return x - delta * v
+
+
+def sde_step(
+    x: Float[Array, "B N H A"], v: Float[Array, "B N H A"], t: Float[Array, "B N"], delta: float, level: float
+) -> tuple[Float[Array, "B N H A"], Float[Array, "B N 1 1"]]:
+    """(mean, standard deviation) of a step of Flow-SDE."""
+    time = t[..., None, None]
+    noise = sigma(time, delta, level)
+    end = x + (1 - time) * v
+    return ode_mean(x, v, delta) - jnp.square(noise) * delta / (2 * time) * end, noise * math.sqrt(delta)
+
+
+def log_density(x: Float[Array, "*B"], mean: Float[Array, "*B"], std: Float[Array, "*S"]) -> Float[Array, "*B"]:
+    """Of a Gaussian, for every number."""
+    return -0.5 * jnp.square((x - mean) / std) - jnp.log(std) - 0.5 * LOG_2PI
+
+
+def divergence(
+    mean: Float[Array, "*B"], std: Float[Array, "*S"], mean_old: Float[Array, "*B"], std_old: Float[Array, "*S"]
+) -> Float[Array, "*B"]:
+    """KL(old ‖ new) of two Gaussians, for every number."""
+    spread = jnp.square(std_old / std)
+    return 0.5 * (spread - 1 - jnp.log(spread) + jnp.square((mean - mean_old) / std))
+
+
+def entropy(std: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """Of a Gaussian, for every number."""
+    return jnp.log(std) + 0.5 * (1 + LOG_2PI)
+
+
+# Paths
+
+
+class Gaussians(NamedTuple):
+    """The random steps of a batch of paths, S of them each."""
+
+    mean: Float[Array, "B S H A"]
+    std: Float[Array, "B S *chunk"]
+
+
+class Path(NamedTuple):
+    """The random part of a path."""
+
+    points: Float[Array, "B M H A"]
+    """Where its steps lead from and to: one more than steps."""
+    first: Int[Array, "B"]
+    """The number of the first of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """A policy's random paths."""
+
+    policy: FlowPolicy
+    flow_steps: int
+    """F: steps from noise to a chunk."""
+    level: float
+    """a of Flow-SDE."""
+    head: NoiseHead | None
+    """The size of the noise of Flow-Noise; None is Flow-SDE."""
+
+    @property
+    def random_steps(self) -> int:
+        """S: steps of a path that are random."""
+        return 1 if self.head is None else self.flow_steps
+
+    def sample(
+        self, params: Mapping[str, Params], context: Any, keys: Key[Array, "B"]
+    ) -> tuple[Float[Array, "B H A"], Path]:
+        """A chunk for each row, by its own key, and how it came about."""
+        inputs = CriticInputs.of(context)
+        velocity = flow.field(self.policy, params["policy"], context)
+        starts, walks, picks = jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key, 3))(keys), 1, 0)
+        begin = flow.noise(starts, 1, self.policy.horizon, self.policy.action_dim)
+        first = jax.vmap(lambda key: jax.random.randint(key, (), 0, self.flow_steps))(picks)
+
+        def advance(x: Array, number: Array) -> tuple[Array, Array]:
+            t = jnp.broadcast_to(jnp.asarray(times(self.flow_steps))[number], x.shape[:2])
+            v = velocity(x, t).astype(x.dtype)
+            drawn = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, number), x.shape[1:]))(walks)
+            step = self._step(params, inputs, x, t, v)
+            after = step.mean + step.std * drawn
+            if self.head is None:
+                here = (first == number)[:, None, None, None]
+                after = jnp.where(here, after, ode_mean(x, v, 1 / self.flow_steps))
+            return after, after
+
+        chunks, rest = jax.lax.scan(advance, begin, jnp.arange(self.flow_steps))
+        points = jnp.moveaxis(jnp.concatenate([begin[None], rest])[:, :, 0], 0, 1)
+        if self.head is not None:
+            return chunks[:, 0], Path(points, jnp.zeros_like(first))
+        around = first[:, None] + jnp.arange(2)
+        return chunks[:, 0], Path(jnp.take_along_axis(points, around[:, :, None, None], 1), first)
+
+    def steps(self, params: Mapping[str, Params], context: Any, path: Path) -> Gaussians:
+        """The random steps of given paths, as these weights would take them."""
+        x, numbers = path.points[:, :-1], path.first[:, None] + jnp.arange(self.random_steps)
+        t = jnp.asarray(times(self.flow_steps))[numbers]
+        v = self.policy.velocity(params["policy"], context, x, t).astype(jnp.float32)
+        return self._step(params, CriticInputs.of(context), x, t, v)
+
+    def _step(
+        self,
+        params: Mapping[str, Params],
+        inputs: CriticInputs,
+        x: Float[Array, "B N H A"],
+        t: Float[Array, "B N"],
+        v: Float[Array, "B N H A"],
+    ) -> Gaussians:
+        delta = 1 / self.flow_steps
+        if self.head is None:
+            return Gaussians(*sde_step(x, v, t, delta, self.level))
+        return Gaussians(ode_mean(x, v, delta), self.head.std(params["noise"], inputs, x, t))

@@ -1,0 +1,389 @@
+"""PPO and GRPO on a flow policy, with exact probabilities of the denoising path (πRL, arXiv 2510.25889).
+
+A flow gives no probability of what it samples. While the policy collects, its sampler therefore takes Gaussian steps
+(`denoising`), and a rollout keeps the path of each plan: `explore`. The ratio of PPO is that of the path's steps, under
+the weights that train and under those that rolled out. These are kept in the state, as RIPT keeps them (`ript.py`): one
+program computes both densities, so the ratio is 1 where the weights are equal, and the divergence is exact.
+
+`ppo` judges plans one by one, by GAE on a value of the policy's features. `grpo` judges rollouts by their group. The
+policy that is evaluated and served is the plain one: it follows the ODE.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Key
+
+from pirl.agents import denoising
+from pirl.agents import flow_objectives as fo
+from pirl.agents import objectives as ob
+from pirl.agents import ppo_objectives as po
+from pirl.agents.agent import Agent, Choice, Lesson, Metrics, Parts, TrainState
+from pirl.agents.config import FlowPPOConfig
+from pirl.agents.learner import Learner, accumulated
+from pirl.agents.ript import LARGE
+from pirl.agents.state_value import StateValue
+from pirl.errors import ConfigError, EnvError
+from pirl.models import flow
+from pirl.models.critic import Critic, CriticInputs, PrefixCritic
+from pirl.models.noise_head import NoiseHead
+from pirl.models.observation import Observation
+from pirl.models.params import Params
+from pirl.models.policy import FlowPolicy
+from pirl.records import BatchSizes, BatchSpec, Rollout, Spec, chunk_spec
+
+
+class Rows(NamedTuple):
+    """Plans of rollouts, as the loss takes them."""
+
+    observation: Observation
+    path: denoising.Path
+    counted: Float[Array, "B H 1"]
+    """1 for executed steps of the chunk."""
+    advantage: Float[Array, "B"]
+    share: Float[Array, "B"]
+    """Mean 1 over the batch, 0 for rows that only fill it up."""
+
+
+class Demos(NamedTuple):
+    """Chunks of demonstrations."""
+
+    observation: Observation
+    actions: Float[Array, "B H A"]
+    valid: Float[Array, "B H"]
+    draws: flow.Draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowPPO(Agent):
+    """The algorithm. Nothing in its update is random but the draws of demonstrations."""
+
+    policy: FlowPolicy
+    critic: Critic
+    """Its value of the chunk of zeros stands for V(s), as in RECAP."""
+    head: NoiseHead
+    """The size of the noise of `flow_noise`."""
+    config: FlowPPOConfig
+    policy_learner: Learner
+    critic_learner: Learner
+    """How the value learns, and the noise head."""
+    real_action_dim: int
+    """Action dimensions the robot has; the rest is padding."""
+    flow_steps: int = 10
+    """Euler steps when acting."""
+    encoder_frozen: bool = False
+    """Does nothing that `policy.encode` reads train? Then one prefix serves both policies."""
+    compute_dtype: str = "float32"
+    """The type the model casts its weights to: those that rolled out are kept in it."""
+
+    @classmethod
+    def build(cls, config: FlowPPOConfig, parts: Parts) -> "FlowPPO":
+        """The algorithm with these settings."""
+        critic = parts.critic
+        head = NoiseHead(
+            horizon=parts.policy.horizon,
+            action_dim=parts.policy.action_dim,
+            state_dim=critic.state_dim,
+            feature_width=critic.feature_width if isinstance(critic, PrefixCritic) else None,
+            low=config.noise_low,
+            high=config.noise_high,
+        )
+        return cls(
+            policy=parts.policy,
+            critic=critic,
+            head=head,
+            config=config,
+            policy_learner=parts.policy_learner,
+            critic_learner=parts.critic_learner,
+            real_action_dim=parts.real_action_dim,
+            flow_steps=parts.flow_steps,
+            encoder_frozen=parts.encoder_frozen,
+            compute_dtype=parts.compute_dtype,
+        )
+
+    @property
+    def sampler(self) -> denoising.Sampler:
+        """How plans are sampled while collecting."""
+        head = self.head if self.config.exploration == "flow_noise" else None
+        return denoising.Sampler(
+            policy=self.policy, flow_steps=self.flow_steps, level=self.config.noise_level, head=head
+        )
+
+    @property
+    def value(self) -> StateValue | None:
+        """V(s), for `ppo`."""
+        c = self.config
+        if c.algorithm != "ppo":
+            return None
+        low, high = ob.value_range(c.reward_low, c.reward_high, c.discount, once=c.reward_once)
+        return StateValue(critic=self.critic, low=low, high=high, clip=c.value_clip)
+
+    @property
+    def notes(self) -> Mapping[str, tuple[int, ...]]:
+        """The path, the number of its first random step, and with `ppo` the value."""
+        chunk = (self.policy.horizon, self.policy.action_dim)
+        shapes: dict[str, tuple[int, ...]] = {"path": (self.sampler.random_steps + 1, *chunk), "step": ()}
+        return shapes | ({} if self.value is None else {"value": ()})
+
+    def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
+        """Rows of rollouts, and demonstrations where they are imitated too: see `update`."""
+        chunks = chunk_spec(sizes, next_observations=False)
+        number = Spec((sizes.batch,), "float32")
+        rows = {
+            "observations": chunks["observations"],
+            "actions": chunks["actions"],
+            "executed": chunks["valid"],
+            "notes": {name: Spec((sizes.batch, *shape), "float32") for name, shape in self.notes.items()},
+            **dict.fromkeys(("advantage", "weight", "fresh", *(() if self.value is None else ("return",))), number),
+        }
+        demos = {name: chunks[name] for name in ("observations", "actions", "valid")}
+        return rows | ({"demos": demos} if self.config.bc_weight else {})
+
+    def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
+        """A fresh state, around given policy weights where there are some."""
+        policy_key, critic_key, noise_key = jax.random.split(key, 3)
+        policy, policy_opt = self.policy_learner.init(
+            self.policy.init(policy_key) if policy_params is None else policy_params
+        )
+        params, opt = {"policy": policy}, {"policy": policy_opt}
+        if self.config.exploration == "flow_noise":
+            params["noise"], opt["noise"] = self.critic_learner.init(self.head.init(noise_key))
+        target = jax.tree.map(lambda x: jnp.array(x, self._old_dtype(x), copy=True), self._of_policy(params))
+        if self.value is not None:
+            params["critic"], opt["critic"] = self.critic_learner.init(self.critic.init(critic_key))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            target=target,
+            opt=opt,
+            scalars={"held": jnp.zeros(())},
+            frozen=self.policy_learner.frozen(policy),
+        )
+
+    # Exploring
+
+    def explore(
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
+    ) -> Choice:
+        """One chunk per observation along a random path, and the part of it that learning needs."""
+        context = self.policy.encode(state.params["policy"], observation)
+        chunks, path = self.sampler.sample(state.params, context, keys)
+        notes = {"path": path.points, "step": path.first.astype(jnp.float32)}
+        if self.value is not None:
+            notes["value"] = self.value.of(state.params["critic"], CriticInputs.of(context)).mean(0)
+        return Choice(chunks, notes=notes)
+
+    # An iteration
+
+    def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
+        """`grpo`: advantages in the groups with mixed outcomes; in the others all are zero."""
+        chosen = np.flatnonzero(fo.accepted(rewards))[: self.config.groups_per_iteration]
+        advantage = fo.group_advantages(rewards[chosen], self.config.advantage)
+        return Lesson(groups=chosen, columns={"advantage": advantage}, constants={})
+
+    def lesson(self, groups: Sequence[Sequence[Rollout]]) -> Lesson:
+        """`ppo`: advantage and return of every plan."""
+        if self.value is None:
+            return super().lesson(groups)
+        rollouts = [rollout for group in groups for rollout in group]
+        advantages = [self._advantages(rollout, bounded=self.value.bounded) for rollout in rollouts]
+        values = [rollout.notes["value"][: len(rollout.starts)] for rollout in rollouts]
+        returns = [a + v for a, v in zip(advantages, values, strict=True)]
+        if self.config.standardise:
+            advantages = po.standardised(advantages)
+        plans = {"advantage": advantages, "return": returns}
+        return Lesson(groups=np.arange(len(groups)), columns={}, constants={}, of_plans=plans)
+
+    def _advantages(self, rollout: Rollout, *, bounded: bool) -> Float[np.ndarray, "k"]:
+        c, episode = self.config, rollout.episode
+        if bounded and not (np.all(episode.rewards >= c.reward_low) and np.all(episode.rewards <= c.reward_high)):
+            raise EnvError(
+                f"rewards from {episode.rewards.min()} to {episode.rewards.max()}, and the values are bounded by "
+                f"rewards in [{c.reward_low}, {c.reward_high}]",
+                hint="set agent.reward_low and agent.reward_high to what the environment pays, or critic.loss to huber",
+            )
+        rewards, lengths = po.plan_rewards(episode.rewards, rollout.starts, c.discount)
+        values = rollout.notes["value"].astype(np.float64)
+        last_looked = len(values) > len(rollout.starts)
+        after = float(values[-1]) if last_looked and not episode.terminated[-1] else 0.0
+        return po.gae(rewards, values[: len(rewards)], after, lengths, c.discount, c.gae_lambda)
+
+    def moved_far(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the policy is held until the next iteration, and no value goes on to learn."""
+        return self.value is None and float(metrics["ppo/held"]) > 0
+
+    # One step
+
+    def losses(
+        self, params: Mapping[str, Params], old: Mapping[str, Params], rows: Rows
+    ) -> tuple[Metrics, CriticInputs]:
+        """Each row's loss, and with it what is worth logging. `params` and `old` are whole trees by group."""
+        c, sampler, ends = self.config, self.sampler, rows.path.points[:, 1:]
+        context = self.policy.encode(params["policy"], rows.observation)
+        fixed = jax.lax.stop_gradient(context)
+        past = fixed if self.encoder_frozen else self.policy.encode(old["policy"], rows.observation)
+        new = sampler.steps(params, context, rows.path)
+        before = jax.lax.stop_gradient(sampler.steps(old, past, rows.path))
+
+        def reduced(x: Array) -> Float[Array, "B"]:
+            """Over denoising steps, executed steps and real dimensions."""
+            x = jnp.broadcast_to(x, ends.shape)[..., : self.real_action_dim]
+            numbers = rows.counted.sum((1, 2)) * sampler.random_steps * self.real_action_dim
+            total = (x * rows.counted[:, None]).sum((1, 2, 3))
+            return total / jnp.maximum(numbers, 1) if c.reduce == "mean" else total
+
+        log_ratio = reduced(
+            denoising.log_density(ends, new.mean, new.std) - denoising.log_density(ends, before.mean, before.std)
+        )
+        loss, ratio = po.clipped_surrogate(log_ratio, rows.advantage, c.clip)
+        logged = {
+            "ppo/ratio": ratio,
+            "ppo/ratio_clipped": (jnp.abs(ratio - 1) > c.clip).astype(jnp.float32),
+            "ppo/kl": reduced(denoising.divergence(new.mean, new.std, before.mean, before.std)),
+        }
+        if c.exploration == "flow_noise":
+            entropy = denoising.entropy(new.std).mean((1, 2, 3))
+            loss = loss - c.entropy_weight * entropy
+            logged |= {"ppo/entropy": entropy, "ppo/noise": new.std.mean((1, 2, 3))}
+        return logged | {"ppo/loss": loss}, CriticInputs.of(fixed)
+
+    def demo_losses(self, policy: Params, demos: Demos) -> Float[Array, "B"]:
+        """Flow-matching loss on each demonstrated chunk."""
+        context = self.policy.encode(policy, demos.observation)
+        error = flow.squared_error(self.policy, policy, context, demos.actions, demos.draws)
+        return flow.chunk_loss(error, valid=demos.valid, dims=self.real_action_dim)
+
+    def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
+        """One minibatch: rows of rollouts, and demonstrations where `bc_weight` asks for them.
+
+        A batch has `observations`, `executed` (1 for steps of a plan that were), `notes` (what `explore` noted),
+        `advantage`, `weight` (how much a row counts, 0 for rows that fill up the batch), `fresh` (1 in the first
+        minibatch of an iteration), with `ppo` also `return`, the target of the value; and `demos` to imitate.
+        """
+        c, learner = self.config, self.policy_learner
+        fresh = jnp.max(batch["fresh"]) > 0
+        target = self._rollout_policy(state, fresh)
+        rows, demos = self._inputs(batch, key)
+        trainable, frozen = learner.split(state.params["policy"])
+        old = target | {"policy": learner.join(target["policy"], frozen)}
+
+        def loss(groups: dict[str, Params], parts: tuple[Rows, Demos | None]) -> tuple[Array, Any]:
+            params = groups | {"policy": learner.join(groups["policy"], frozen)}
+            logged, inputs = self.losses(params, old, parts[0])
+            total = (parts[0].share * logged["ppo/loss"]).mean()
+            if parts[1] is not None:
+                logged["bc/loss"] = self.demo_losses(params["policy"], parts[1])
+                total = total + c.bc_weight * logged["bc/loss"].mean()
+            return total, (logged, None if self.value is None else inputs)
+
+        groups = self._of_policy(state.params) | {"policy": trainable}
+        _, (logged, inputs), grads = accumulated(loss, groups, (rows, demos), c.parts)
+        metrics = self._metrics(logged, rows) | {"ppo/grad_norm": optax.tree.norm(grads)}
+        # Once the policy has moved far, it is held until the next iteration; the value goes on.
+        far = metrics["ppo/kl"] > (jnp.inf if c.kl_limit is None else c.kl_limit)
+        held = jnp.where(fresh, far, far | (state.scalars["held"] > 0)).astype(jnp.float32)
+        metrics["ppo/held"] = held
+        learns = (state.step >= (0 if self.value is None else c.value_warmup_steps)) & (held == 0)
+        params, opt = dict(state.params), dict(state.opt)
+        for name in groups:
+            its = learner if name == "policy" else self.critic_learner
+            moved = its.step(params[name], grads[name], opt[name])
+            params[name], opt[name] = _if(learns, moved, (params[name], opt[name]), its)
+        if self.value is not None:
+            known = (batch["return"], batch["notes"]["value"], rows.share)
+            gradient, found = self.value.gradient(params["critic"], inputs, *known)
+            params["critic"], opt["critic"] = self.critic_learner.step(params["critic"], gradient, opt["critic"])
+            metrics |= found
+        new = replace(
+            state, step=state.step + 1, params=params, target=target, opt=opt, scalars=state.scalars | {"held": held}
+        )
+        return new, metrics
+
+    def _inputs(self, batch: Any, key: Array) -> tuple[Rows, Demos | None]:
+        of_rows, of_demos = jax.random.split(key)
+        counted, notes = jnp.asarray(batch["weight"]), batch["notes"]
+        kept = counted > 0  # a row that does not count may hold anything
+        rows = Rows(
+            observation=self._prepared(batch, of_rows),
+            path=denoising.Path(
+                points=jnp.where(kept[:, None, None, None], notes["path"], 0.0),
+                first=jnp.where(kept, notes["step"], 0).astype(jnp.int32),
+            ),
+            counted=batch["executed"][..., None],
+            advantage=jnp.where(kept, batch["advantage"], 0.0),
+            share=counted / jnp.maximum(counted.mean(), jnp.finfo(jnp.float32).tiny),
+        )
+        if not self.config.bc_weight:
+            return rows, None
+        if "demos" not in batch:
+            raise ConfigError(
+                f"bc_weight is {self.config.bc_weight}, and the batch has no `demos`",
+                hint="name a dataset of demonstrations, or set bc_weight to 0",
+            )
+        demos, (augment, of_noise, of_time) = batch["demos"], jax.random.split(of_demos, 3)
+        draws = flow.draw(of_noise, of_time, demos["actions"], self.config.flow_draws)
+        return rows, Demos(self._prepared(demos, augment), demos["actions"], demos["valid"], draws)
+
+    def _prepared(self, batch: Any, key: Array) -> Observation:
+        observation = Observation.from_dict(batch["observations"])
+        return self.policy.prepare(observation, key if self.config.augment else None)
+
+    def _metrics(self, logged: Metrics, rows: Rows) -> Metrics:
+        found = {
+            name: value.mean() if name == "bc/loss" else (rows.share * value).mean() for name, value in logged.items()
+        }
+        return found | {"ppo/rows": (rows.share > 0).astype(jnp.float32).sum()}
+
+    def _of_policy(self, params: Mapping[str, Params]) -> dict[str, Params]:
+        """What the density of a path depends on: the policy's trainable weights, and the noise head's."""
+        head = {name: params[name] for name in ("noise",) if name in params}
+        return {"policy": self.policy_learner.split(params["policy"])[0]} | head
+
+    def _rollout_policy(self, state: TrainState, fresh: Array) -> dict[str, Params]:
+        """The weights that rolled out: those before this update if it is the first of an iteration."""
+        now = self._of_policy(state.params)
+        return jax.tree.map(lambda kept, x: jnp.where(fresh, x.astype(kept.dtype), kept), state.target, now)
+
+    def _old_dtype(self, leaf: Array) -> jnp.dtype:
+        return jnp.dtype(self.compute_dtype) if leaf.size >= LARGE else leaf.dtype
+
+    def q_values(
+        self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
+    ) -> Float[Array, "E B N"]:
+        """V(s) for every chunk: it does not look at them."""
+        if self.value is None:
+            return super().q_values(state, observation, chunks)
+        inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
+        value = self.value.of(state.params["critic"], inputs)
+        return jnp.broadcast_to(value[..., None], (*value.shape, chunks.shape[1]))
+
+    # Acting
+
+    def act(
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: flow.Steer | None = None,
+    ) -> Float[Array, "B H A"]:
+        """One chunk per observation along the ODE, without exploration."""
+        context = self.policy.encode(state.policy, observation)
+        noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
+        return flow.sample(self.policy, state.policy, context, noise, num_steps=self.flow_steps, steer=steer)[:, 0]
+
+
+def _if(
+    learns: Bool[Array, ""], new: tuple[Params, Any], old: tuple[Params, Any], learner: Learner
+) -> tuple[Params, Any]:
+    """(weights, optimizer) after a step, if the policy learns by now; frozen leaves are the same arrays in both."""
+    chosen, frozen = learner.split(new[0])
+    before = learner.split(old[0])[0]
+    weights, opt = jax.tree.map(lambda a, b: jnp.where(learns, a, b), (chosen, new[1]), (before, old[1]))
+    return learner.join(weights, frozen), opt

@@ -1,0 +1,228 @@
+"""A policy that stays as it is, a critic over its chunks, a small actor beside it: what `DSRL` and `RLToken` share.
+
+A subclass says what the actor does: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn`
+from what the critic says of them, and `plan` to act. No gradient passes the policy; its prefix is encoded once per
+observation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Key
+
+from pirl.agents import objectives as ob
+from pirl.agents.agent import Choice, Metrics, Parts, TrainState
+from pirl.agents.chunk_critic import ChunkCritic, Successor, copied
+from pirl.agents.frozen_policy_config import FrozenPolicyConfig
+from pirl.agents.learner import Learner, in_parts
+from pirl.models import flow
+from pirl.models.chunk_actor import ChunkActor, read_token
+from pirl.models.critic import CriticInputs
+from pirl.models.observation import Observation
+from pirl.models.params import Params, flatten
+
+
+class Proposal(NamedTuple):
+    """What was proposed at s; the batch is in front."""
+
+    inputs: CriticInputs
+    token: Float[Array, "B T"]
+    chunks: Float[Array, "B N H A"]
+    """The frozen policy's."""
+    noise: Float[Array, "B N H A"]
+    """What they started from."""
+
+
+class Learned(NamedTuple):
+    """What groups of weights became."""
+
+    params: dict[str, Params]
+    opt: dict[str, Any]
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenPolicy(ChunkCritic):
+    """All random draws are made for the whole batch, so splitting it changes nothing."""
+
+    config: FrozenPolicyConfig
+    actor: ChunkActor
+    """The network beside the policy."""
+    actor_learner: Learner
+    """How its weights learn."""
+    exploring: bool = False
+    """Is there noise in what the actor does?"""
+
+    @classmethod
+    def parts_of(cls, config: Any, parts: Parts) -> dict[str, Any]:
+        """What a subclass needs to be built, but for the actor."""
+        return {
+            "policy": parts.policy,
+            "critic": parts.critic,
+            "config": config,
+            "critic_learner": parts.critic_learner,
+            "actor_learner": Learner(tx=parts.policy_learner.tx),
+        }
+
+    # What an algorithm says
+
+    def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Any:
+        """The random numbers of B x N chunks of H x A, the batch in front."""
+        raise NotImplementedError(f"{type(self).__name__}.draw")
+
+    def ahead(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Any) -> Float[Array, "B N H A"]:
+        """Chunks as it will do them, for targets."""
+        raise NotImplementedError(f"{type(self).__name__}.ahead")
+
+    def propose(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Any) -> Proposal:
+        """Chunks to learn from at s."""
+        raise NotImplementedError(f"{type(self).__name__}.propose")
+
+    def done(self, state: TrainState, proposal: Proposal) -> Float[Array, "B N H A"]:
+        """What it would do of a proposal; Cal-QL pushes their values down."""
+        return proposal.chunks
+
+    def learn(self, state: TrainState, critic: Params, proposal: Proposal, key: Array) -> Learned:
+        """One step of everything but the critic, which has made its own."""
+        raise NotImplementedError(f"{type(self).__name__}.learn")
+
+    def plan(
+        self, state: TrainState, context: Any, keys: Key[Array, "B"], count: int, steer: flow.Steer | None
+    ) -> Float[Array, "B N H A"]:
+        """That many chunks per observation, to act."""
+        raise NotImplementedError(f"{type(self).__name__}.plan")
+
+    def more(self, key: Array) -> dict[str, Params]:
+        """Groups beside policy, critic and actor, which learn as the critic does."""
+        return {}
+
+    def more_targets(self, actor: Params) -> dict[str, Params]:
+        """Slowly following copies beside the critic's."""
+        return {}
+
+    # The rest
+
+    def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
+        """A fresh state, around given policy weights where there are some; they are kept in bfloat16."""
+        policy_key, critic_key, actor_key, more_key = jax.random.split(key, 4)
+        policy = self.policy.init(policy_key) if policy_params is None else policy_params
+        policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)
+        critic, critic_opt = self.critic_learner.init(self.critic.init(critic_key))
+        actor, actor_opt = self.actor_learner.init(self.actor.init(actor_key))
+        more = {name: self.critic_learner.init(params) for name, params in self.more(more_key).items()}
+        averaged = {} if self.critic_learner.ema_decay is None else {"critic": copied(critic)}
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params={"policy": policy, "critic": critic, "actor": actor} | {name: p for name, (p, _) in more.items()},
+            target={"critic": copied(critic)} | self.more_targets(actor),
+            ema=averaged,
+            opt={"critic": critic_opt, "actor": actor_opt} | {name: opt for name, (_, opt) in more.items()},
+            scalars=self.scalars(),
+            frozen=frozenset(f"policy/{path}" for path in flatten(policy)),
+        )
+
+    def token(self, state: TrainState, inputs: CriticInputs) -> Float[Array, "B T"]:
+        """What the critic that acts has read."""
+        return read_token(self.critic, state.ema.get("critic", state.params["critic"]), inputs)
+
+    def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
+        """Chunks at s' and s, the critic's updates on what both passes left, then the actor's step."""
+        c, names = self.config, ("augment", "here", "there", "critic", "actor")
+        keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+        here, there = (
+            self.policy.prepare(Observation.from_dict(batch[name]), keys["augment"] if c.augment else None)
+            for name in ("observations", "next_observations")
+        )
+        size, *chunk = batch["actions"].shape
+        shape = (size, c.num_action_samples, *chunk)
+
+        def seen(observation: Observation) -> tuple[Any, CriticInputs]:
+            context = jax.lax.stop_gradient(self.policy.encode(state.policy, observation))
+            return context, CriticInputs.of(context)
+
+        def succeeded(part: tuple[Observation, Any]) -> Successor:
+            context, inputs = seen(part[0])
+            return Successor(inputs, self.ahead(state, context, inputs, part[1]))
+
+        def proposed(part: tuple[Observation, Any]) -> Proposal:
+            return self.propose(state, *seen(part[0]), part[1])
+
+        successor = in_parts(succeeded, (there, self.draw(keys["there"], shape)), c.parts)
+        proposal = in_parts(proposed, (here, self.draw(keys["here"], shape)), c.parts)
+        critic, target, critic_opt, info = self.update_critic(
+            state, proposal.inputs, self.done(state, proposal), successor, batch, keys["critic"]
+        )
+        learned = self.learn(state, critic, proposal, keys["actor"])
+        actor = learned.params["actor"]
+        followed = {
+            name: ob.soft_update(target, actor, c.target_update_rate)
+            for name, target in state.target.items()
+            if name == "actor"
+        }
+        new = replace(
+            state,
+            step=state.step + 1,
+            params={"policy": state.params["policy"], "critic": critic, **learned.params},
+            target={"critic": target, **followed},
+            ema={name: self.critic_learner.average(average, critic) for name, average in state.ema.items()},
+            opt={"critic": critic_opt, **learned.opt},
+        )
+        return new, {**learned.metrics, **info, **self.value_metrics(state, proposal.inputs, batch)}
+
+    def stepped(self, state: TrainState, grads: Mapping[str, Params], *, when_open: frozenset[str]) -> Learned:
+        """One optimizer step of each group; those `when_open` wait until the actor listens to the critic."""
+        params, opt, is_open = {}, {}, self.actor_open(state)
+        for name, gradient in grads.items():
+            learner = self.actor_learner if name == "actor" else self.critic_learner
+            before = state.params[name], state.opt[name]
+            after = learner.step(*(before[0], gradient, before[1]))
+            if name in when_open:
+                after = jax.tree.map(lambda new, old: jnp.where(is_open, new, old), after, before)
+            params[name], opt[name] = after
+        return Learned(params, opt, {"actor/grad_norm": optax.tree.norm(grads["actor"])})
+
+    # Acting
+
+    def explore(
+        self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
+    ) -> Choice:
+        """What `act` does, with noise in what the actor does."""
+        return Choice(replace(self, exploring=True).act(state, observation, keys, best_of=best_of))
+
+    def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
+        """The actor, and the critic that reads for it."""
+        return frozenset({"actor", "critic"})
+
+    def act(
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: flow.Steer | None = None,
+    ) -> Float[Array, "B H A"]:
+        """One chunk per observation, as the actor has it; of several, the critic's choice."""
+        return self.choose(state, observation, keys, best_of=best_of, steer=steer).chunk
+
+    def choose(
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: flow.Steer | None = None,
+    ) -> Choice:
+        """What `act` does, with the critic's values where there are several candidates."""
+        context = self.policy.encode(state.policy, observation)
+        chunks = self.plan(state, context, keys, best_of or 1, steer)
+        if (best_of or 1) == 1:
+            return Choice(chunks[:, 0])
+        critic = state.ema.get("critic", state.params["critic"])
+        values = self.values(critic, self.critic.embed(critic, CriticInputs.of(context)), chunks).mean(0)
+        return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))

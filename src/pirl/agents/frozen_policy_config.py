@@ -1,0 +1,97 @@
+"""Settings of the algorithms that leave the policy as it is and learn something small beside it. No jax here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pirl.agents.q_chunking_config import ChunkCriticConfig
+from pirl.ranges import Count, NotNegative, Positive, Share
+from pirl.search import Choice, Item, Range, around
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenPolicyConfig(ChunkCriticConfig):
+    """A critic over action chunks and a small actor, beside a policy that never changes.
+
+    The actor learns with `policy_optimizer` and `policy_schedule`, everything else with the critic's.
+    """
+
+    freezes_policy: ClassVar[bool] = True
+
+    num_action_samples: Count = 1
+    """N: chunks per observation that targets and the actor's loss are computed with; of several, targets take the best
+    by the critic."""
+    actor_hidden: tuple[Count, ...] = (256, 256)
+    """Widths of the actor's hidden layers."""
+
+    @property
+    def explores(self) -> bool:
+        """By noise in what the actor does."""
+        return True
+
+    @property
+    def only_beside(self) -> bool:
+        """The policy acts as before training."""
+        return True
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, discount and update-to-data ratio."""
+        yield "pi0_lr", around(run.policy_schedule)
+        discounts = (round(1 - share * (1 - self.discount), 4) for share in (2.0, 1.0, 0.5))
+        yield "agent.discount", Choice(values=tuple(discount for discount in discounts if discount > 0))
+        yield "agent.critic_updates", Choice(values=(1, 2, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSRLConfig(FrozenPolicyConfig):
+    """DSRL: a small actor chooses the noise that the frozen flow starts from."""
+
+    agent: ClassVar[str] = "pirl.agents.dsrl:DSRL"
+
+    noise_limit: Positive = 1.0
+    """Largest size of a number in the noise. The flow knows noise whose numbers have a root mean square near 1: where
+    all of them may be large at once, the actor goes where the flow never was."""
+    target_entropy: float = 0.0
+    """Entropy that the actor keeps, in nats per number of the noise. Even noise within a limit of 1 has 0.69, normal
+    noise 1.42."""
+    temperature_init: Positive = 0.02
+    """Weight of the entropy to begin with, as a share of the value range; it is adapted to `target_entropy`."""
+    prior_share: Share = 0.5
+    """Share of normal noise in what the critic over noise learns from; the rest is the actor's."""
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Acting by another number of Euler steps than in training: noise would lead to other chunks."""
+        yield from super().problems(run)
+        if run.rollout.flow_steps != self.flow_steps:
+            yield (
+                f"rollout.flow_steps is {run.rollout.flow_steps}, agent.flow_steps is {self.flow_steps}",
+                "the actor learns where noise leads in so many Euler steps: make them equal",
+            )
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """What all of them search, and how far the actor leaves normal noise."""
+        yield from super().search(run)
+        yield "agent.noise_limit", Range(low=0.5, high=2.0)
+        yield "agent.target_entropy", Range(low=-1.0, high=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLTokenConfig(FrozenPolicyConfig):
+    """RLT: a small actor edits the chunk of the frozen policy, from a learned read-out of its prefix."""
+
+    agent: ClassVar[str] = "pirl.agents.rl_token:RLToken"
+
+    edit_limit: Positive = 0.5
+    """Largest edit of a number, in normalised actions."""
+    edit_cost: NotNegative = 1.0
+    """β: what an edit of 1 in every number costs, as a share of the value range."""
+    reference_dropout: Share = 0.5
+    """How often the actor is shown zeros instead of the policy's chunk, so that it learns to see what to do."""
+    exploration: NotNegative = 0.05
+    """Standard deviation of the noise on edits when collecting and in targets, in normalised actions."""
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """What all of them search, and how far edits may go."""
+        yield from super().search(run)
+        yield "agent.edit_limit", Range(low=0.1, high=1.0)
+        yield "agent.edit_cost", Range(low=0.1, high=10.0, log=True)

@@ -1,0 +1,166 @@
+"""Settings of PPO and GRPO over the denoising path of a flow policy. No jax here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pirl.agents.agent_config import AgentConfig, GroupPlan, RewardRange
+from pirl.agents.rollout_config import GroupAdvantage, Weigh
+from pirl.errors import ConfigError
+from pirl.ranges import Bounds, Count, Inside, Natural, NotNegative, Positive, Share
+from pirl.search import Choice, Item, Range, around
+
+FlowPPOAlgorithm = Literal["ppo", "grpo"]
+"""Where advantages come from. `ppo`: a learned value and GAE, plan by plan. `grpo`: the other rollouts of the same
+initial state, one number for each rollout; no value."""
+
+Exploration = Literal["flow_sde", "flow_noise"]
+"""What makes sampling a flow random beyond its first noise. `flow_sde`: one step of each plan, drawn at random, is one
+of an SDE with the same marginals. `flow_noise`: noise of learned size at every step."""
+
+Reduce = Literal["sum", "mean"]
+"""How the log-ratios of a plan's numbers become one. `sum`: the ratio of the plan. `mean`: the geometric mean of the
+numbers' ratios, which moves less and tolerates large chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowPPOConfig(AgentConfig):
+    """PPO or GRPO on a flow policy, with exact probabilities of the denoising path (πRL)."""
+
+    agent: ClassVar[str] = "pirl.agents.flow_ppo:FlowPPO"
+
+    algorithm: FlowPPOAlgorithm = "ppo"
+    """Where advantages come from: a value (ppo), or the other rollouts of a group (grpo)."""
+    exploration: Exploration = "flow_sde"
+    """How plans are made random while collecting. Evaluation and the served policy follow the ODE."""
+    noise_level: Positive = 0.5
+    """Size of the noise of `flow_sde`: σ = noise_level √(t/(1-t))."""
+    noise_low: Positive = 0.08
+    """Smallest standard deviation of a step of `flow_noise`, in normalised actions."""
+    noise_high: Positive = 0.16
+    """Largest standard deviation of a step of `flow_noise`."""
+    entropy_weight: NotNegative = 0.005
+    """Weight of the entropy bonus of `flow_noise`; the noise of `flow_sde` is given."""
+    group_size: Count = 8
+    """Rollouts of one initial state. `grpo` compares them; `ppo` needs no more than 1."""
+    groups_per_iteration: Count = 16
+    """Initial states of an iteration; for `grpo`, groups with mixed outcomes to learn from."""
+    max_attempts: Annotated[float, Bounds(low=1)] = 4.0
+    """`grpo`: groups that may be rolled out to find those, as a multiple of `groups_per_iteration`."""
+    epochs: Count = 4
+    """Passes over the rollouts of an iteration."""
+    clip: Inside = 0.2
+    """How far the ratio may leave 1 before it stops counting."""
+    reduce: Reduce = "sum"
+    """How the log-ratios of a plan's executed steps and real dimensions become one."""
+    kl_limit: Positive | None = 0.05
+    """Hold the policy until the next iteration once `ppo/kl`, its divergence from the policy that rolled out, is above
+    this; the value goes on with its passes. None never holds."""
+    advantage: GroupAdvantage = "rloo"
+    """`grpo`: what a rollout is compared with."""
+    weigh: Weigh = "rows"
+    """Whether all plans count the same, or all rollouts."""
+    discount: Inside = 0.99
+    """Discount per environment step (ppo)."""
+    gae_lambda: Share = 0.95
+    """λ of GAE, per plan: 0 trusts the value, 1 the returns."""
+    standardise: bool = True
+    """Divide the advantages of an iteration by their standard deviation, and take their mean off (ppo)."""
+    bootstrap_timeouts: bool = True
+    """Count an episode that was cut off as worth what the value says of its last observation. False counts it as lost,
+    for tasks whose time limit is part of the task."""
+    value_clip: Positive | None = 0.2
+    """How far a value may leave that of the rollout, for critics that regress (huber, mse); None does not clip."""
+    value_warmup_steps: Natural = 0
+    """For so many updates only the value learns."""
+    reward_low: float = 0.0
+    """Smallest reward of a step; with `reward_high` and the discount it bounds the values (hl_gauss)."""
+    reward_high: float = 1.0
+    """Largest reward of a step."""
+    reward_once: bool = True
+    """Sparse rewards: at most one step of an episode pays anything. Bounds the values more tightly."""
+    bc_weight: NotNegative = 0.0
+    """Weight of imitation of demonstrations beside the rollouts; 0 needs no demonstrations."""
+    flow_draws: Count = 1
+    """Points of the flow per demonstrated chunk."""
+    augment: bool = False
+    """Augment pictures. The policy rolled out on pictures as they are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm == "grpo" and self.group_size < 2:
+            raise ConfigError(
+                "algorithm 'grpo' with groups of 1 rollout", hint="it compares rollouts: group_size 2 or more, or ppo"
+            )
+        if self.noise_low >= self.noise_high:
+            raise ConfigError(
+                f"noise_low is {self.noise_low}, noise_high is {self.noise_high}", hint="the first is the smaller one"
+            )
+
+    @property
+    def learns_values(self) -> bool:
+        """With `ppo`, a value of observations."""
+        return self.algorithm == "ppo"
+
+    @property
+    def uses_dataset(self) -> bool:
+        """Only where demonstrations are imitated beside the rollouts."""
+        return self.bc_weight > 0
+
+    @property
+    def explores(self) -> bool:
+        """By noise on the denoising path."""
+        return True
+
+    @property
+    def groups(self) -> GroupPlan:
+        """The rollouts of one iteration; `ppo` learns from whatever came of them."""
+        count, ppo = self.groups_per_iteration, self.algorithm == "ppo"
+        return GroupPlan(
+            size=self.group_size,
+            groups=count,
+            max_groups=count if ppo else int(self.max_attempts * count),
+            epochs=self.epochs,
+            even=self.weigh == "rollouts",
+            last_look=ppo and self.bootstrap_timeouts,
+        )
+
+    def reward_range(self, run: Any) -> RewardRange | None:
+        """What the settings say: the histogram ends there."""
+        return RewardRange(self.reward_low, self.reward_high, self.reward_once) if self.learns_values else None
+
+    def small(self) -> "FlowPPOConfig":
+        """Two groups of two."""
+        return replace(
+            self,
+            accumulate=min(self.parts, 2),
+            group_size=2,
+            groups_per_iteration=2,
+            max_attempts=1.0,
+            epochs=min(self.epochs, 2),
+            value_warmup_steps=min(self.value_warmup_steps, 2),
+            bc_weight=0.0,
+        )
+
+    def quick(self) -> "FlowPPOConfig":
+        """At most four groups."""
+        return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Demonstrations that are not there."""
+        if self.bc_weight > 0 and not run.data.repo_ids:
+            yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
+
+    def search(self, run: Any) -> Iterator[tuple[str, Item]]:
+        """Learning rate, passes, clip, noise, and the algorithm's own setting."""
+        yield "pi0_lr", around(run.policy_schedule)
+        yield "agent.epochs", Choice(values=(1, 2, 4))
+        yield "agent.clip", Range(low=0.05, high=0.3, log=True)
+        if self.exploration == "flow_sde":
+            yield "agent.noise_level", Choice(values=(0.2, 0.35, 0.5, 0.7))
+        else:
+            yield "agent.entropy_weight", Choice(values=(0.0, 0.005, 0.02))
+        if self.algorithm == "ppo":
+            yield "agent.gae_lambda", Choice(values=(0.8, 0.95, 1.0))
+        else:
+            yield "agent.advantage", Choice(values=("rloo", "std"))

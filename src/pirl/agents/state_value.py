@@ -1,0 +1,75 @@
+"""A value of observations, from a critic that is asked about the chunk of zeros: only the chunk says nothing."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pirl.agents import objectives as ob
+from pirl.agents import ppo_objectives as po
+from pirl.agents.agent import Metrics
+from pirl.models.critic import Critic, CriticInputs
+from pirl.models.params import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateValue:
+    """V(s), learned from targets as PPO does."""
+
+    critic: Critic
+    low: float
+    """Smallest possible return."""
+    high: float
+    """Largest possible return."""
+    clip: float | None
+    """How far a value that is regressed may leave the rollout's; None does not clip."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether returns beyond `low` and `high` cannot be learned."""
+        return self.critic.config.loss == "hl_gauss"
+
+    @property
+    def support(self) -> ob.HLGauss | None:
+        """The histogram that values are read from, for critics that have one."""
+        sizes = self.critic.config
+        return ob.HLGauss(self.low, self.high, sizes.bins, sizes.sigma_ratio) if self.bounded else None
+
+    def of(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B"]:
+        """Every member's V(s)."""
+        return ob.critic_value(self.critic.config.loss, self._outputs(params, inputs), self.support)
+
+    def gradient(
+        self,
+        params: Params,
+        inputs: CriticInputs,
+        target: Float[Array, "B"],
+        before: Float[Array, "B"],
+        share: Float[Array, "B"],
+    ) -> tuple[Params, Metrics]:
+        """The gradient of its loss, and what is worth logging. `before` is what it said when the policy rolled out,
+        `share` how much a row counts, 1 on average.
+        """
+        sizes = self.critic.config
+        target, before = (jnp.where(share > 0, x, 0.0) for x in (target, before))
+
+        def loss(params: Params) -> tuple[Array, Array]:
+            out = self._outputs(params, inputs)
+            error = po.value_loss(
+                sizes.loss, out, target, before, clip=self.clip, support=self.support, delta=sizes.huber_delta
+            )
+            return (share * error).mean(), ob.critic_value(sizes.loss, out, self.support).mean(0)
+
+        (value, guessed), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, {
+            "value/loss": value,
+            "value/mean": (share * guessed).mean(),
+            "value/error": (share * jnp.abs(guessed - target)).mean(),
+            "value/explained_variance": po.explained_variance(guessed, target, share),
+        }
+
+    def _outputs(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B *bins"]:
+        critic = self.critic
+        nothing = jnp.zeros((len(inputs.state), 1, critic.critic_horizon, critic.real_action_dim))
+        return critic.score(params, critic.embed(params, inputs), nothing)[:, :, 0]

@@ -1,0 +1,82 @@
+"""What a takeover means: who acted when, which steps it is blamed on, and what the critic is to think of them.
+
+A person takes over at row k (`intervention` is false at k-1 and true at k) because of what the policy did before. The
+policy's last `window` rows before k are blamed, back to where the person had handed over, the task had ended, or the
+recording began. Algorithms that heed corrections see who acted (`acted_by`). For critics a takeover is one of:
+
+`ignore` (default). Every row is an ordinary transition of what was executed, whoever chose it.
+
+`failure`. The task was lost with the first blamed row f: it terminates there, and `reward` is added. The blamed rows
+behind f are lost states, so each terminates as well, with the same reward. The recording ends at k-1 for all that
+begins before k: a chunk that reaches a blamed row counts its rewards up to there and does not bootstrap, and what the
+critic scores beyond k-1 is what the policy had planned, not what the person did. From k on rows are ordinary
+transitions, up to the outcome or the next takeover.
+
+So with V(f-1) = γ · (r_f + reward) a value reaches the steps before the window as after any failure.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from pirl.data.config import DataConfig, Takeover
+from pirl.records import AUTONOMOUS, BLAMED, CORRECTED, DEMONSTRATED, Array, Episode
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeoverRule:
+    """The settings `data.takeover`, `data.takeover_window` and `data.takeover_reward`."""
+
+    meaning: Takeover = "ignore"
+    """What a takeover is to a critic."""
+    window: int = 0
+    """How many of the policy's steps before it are blamed."""
+    reward: float = 0.0
+    """Added to the reward of a step that lost the task."""
+
+    @classmethod
+    def of(cls, config: DataConfig) -> "TakeoverRule":
+        """What the settings say."""
+        return cls(meaning=config.takeover, window=config.takeover_window, reward=config.takeover_cost)
+
+
+NO_MEANING = TakeoverRule()
+"""Takeovers mean nothing, and nothing is blamed on them."""
+
+
+def takeovers(intervention: Bool[Array, "T"]) -> Int[Array, "k"]:
+    """The rows at which a person takes over from the policy; an episode that begins with a person has none there."""
+    return np.flatnonzero(intervention[1:] & ~intervention[:-1]) + 1
+
+
+def acted_by(episode: Episode, window: int) -> Int[Array, "T"]:
+    """Who chose each action; the policy's `window` steps before a takeover are blamed for it."""
+    if episode.intervention is None:
+        return np.full(len(episode), DEMONSTRATED, np.int8)
+    return actors(episode.intervention, episode.terminated | episode.truncated, window)
+
+
+def actors(intervention: Bool[Array, "T"], ended: Bool[Array, "T"], window: int) -> Int[Array, "T"]:
+    """The same, from the column and the rows with which a task or a recording ended."""
+    actors = np.where(intervention, CORRECTED, AUTONOMOUS).astype(np.int8)
+    free = ~(intervention | ended)
+    for row in takeovers(intervention):
+        rows = np.arange(row - 1, max(row - window, 0) - 1, -1)
+        actors[rows[np.logical_and.accumulate(free[rows])]] = BLAMED
+    return actors
+
+
+def as_learned(episode: Episode, rule: TakeoverRule) -> Episode:
+    """The episode as critics are to see it; itself where nothing is blamed."""
+    if rule.meaning == "ignore" or episode.intervention is None:
+        return episode
+    lost = acted_by(episode, rule.window) == BLAMED
+    if not lost.any():
+        return episode
+    return replace(
+        episode,
+        rewards=episode.rewards + lost * np.asarray(rule.reward, episode.rewards.dtype),
+        terminated=episode.terminated | lost,
+        truncated=episode.truncated | (lost & np.append(episode.intervention[1:], False)),
+    )

@@ -1,0 +1,71 @@
+"""The ladder of Meta-World: rows whose commands pirl takes, and a table per task."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pirl.envs.config import MetaWorldConfig
+from pirl.envs.metaworld_tasks import INSTRUCTIONS
+from pirl.recipes import cli
+from pirl.records import Context
+from pirl.rollout.evaluate import Evaluation, Trial
+from pirl.rollout.record import parse_dials
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+@pytest.fixture
+def ladder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(RESULTS))
+    import metaworld_mt10
+
+    return metaworld_mt10
+
+
+def test_every_row_is_a_run_that_starts_from_an_earlier_one(ladder: ModuleType) -> None:
+    task = ladder.MT10_TASK
+    seen: list[str] = []
+    for row in task.rows:
+        config = cli([row.recipe, *row.settings])
+        assert isinstance(config.env, MetaWorldConfig)
+        assert config.horizon == task.horizon
+        assert config.data.robot == task.robot
+        if row.name != "bc":
+            assert (row.of or row.start) in seen
+            assert config.freeze == "vlm_frozen"
+        seen.append(row.name)
+    dials = parse_dials(MetaWorldConfig(), ladder.DIALS[1:])
+    assert (dials.wrong, dials.detour) == (0.5, 0.25)
+    assert cli([word for word in task.record if word not in ladder.DIALS]).env.max_steps == 200
+
+
+def test_success_is_shown_per_task_over_all_seeds(ladder: ModuleType) -> None:
+    reach = INSTRUCTIONS["reach-v3"]
+    results = [{"method": "bc", "tasks": {reach: {"successes": successes, "trials": 50}}} for successes in (10, 20)]
+    lines = ladder.by_task(results, ladder.MT10_TASK.rows).splitlines()
+    assert lines[0] == "| task | BC |"
+    assert lines[2] == "| reach-v3 | 30 [22, 40] |"
+    assert lines[3] == "| push-v3 | – |"
+    assert ladder.by_task([], ladder.MT10_TASK.rows) == ""
+
+
+def test_an_evaluation_reaches_both_tables_of_the_page(
+    ladder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = [
+        Trial(context=Context(INSTRUCTIONS["window-open-v3"], init), success=init < 3, reward=0.0, length=9)
+        for init in range(4)
+    ]
+    climb = ladder.Ladder(task=ladder.MT10_TASK, run=tmp_path, share=0.5)
+    climb.note(climb.row("acrlpd_best"), Evaluation(trials=trials).to_json())
+    page = tmp_path / "metaworld.md"
+    page.write_text((ladder.DOCS / "metaworld.md").read_text())
+    monkeypatch.setattr(ladder, "PAGE", page)
+    monkeypatch.setattr(ladder, "RAW", tmp_path / "metaworld.jsonl")
+    for _ in range(2):  # the second time adds nothing
+        ladder.report(tmp_path)
+    text = page.read_text()
+    assert text.count("| – best of 8 by its critic | 3,000 | 0.750 | 0.750 (one seed) |") == 1
+    assert text.count("| window-open-v3 | 75 [30, 95] |") == 1
+    assert len((tmp_path / "metaworld.jsonl").read_text().splitlines()) == 1
