@@ -37,6 +37,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
 from pirl.data.config import Boundary, Imitated
+from pirl.data.observed import seen_at
 from pirl.data.takeovers import NO_MEANING, TakeoverRule, acted_by, as_learned
 from pirl.errors import DataError
 from pirl.names import IMAGE, IMAGE_MASK
@@ -123,7 +124,7 @@ def tabulate(
         imitated=np.concatenate([_imitated(episode, imitated) for episode in episodes]),
         acted_by=np.concatenate(actors),
         mc_return=_returns(rewards, terminated, last, discount),
-        seen_at=_seen_at(episodes, starts, rows),
+        seen_at=seen_at(episodes, starts, rows),
         episode=np.repeat(np.arange(len(episodes)), lengths),
         starts=starts,
         lengths=lengths,
@@ -358,13 +359,6 @@ def _imitated(episode: Episode, rule: Imitated) -> Bool[Array, "T"]:
     known = _plan_lengths(episode)
     begins = np.append(True, known[1:] >= known[:-1])
     return begins & (rule == "plans" or episode.success is not False)
-
-
-def _seen_at(episodes: Sequence[Episode], starts: Int[Array, "E"], rows: Int[Array, "N"]) -> Int[Array, "N"]:
-    """An episode's first row counts as seen: there is nothing before it."""
-    seen = np.concatenate([np.ones(len(one), bool) if one.observed is None else one.observed for one in episodes])
-    seen[starts] = True
-    return np.maximum.accumulate(np.where(seen, rows, 0))
 
 
 def _returns(

@@ -48,7 +48,7 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The combined labels of one episode. Labels of classifiers count only where no person gave one."""
+    """The combined labels of one episode. Where a person said something, classifiers do not count."""
 
     labels: tuple[Label, ...]
     """The newest of each person (or classifier)."""

@@ -1,0 +1,15 @@
+"""Rows that have an observation of their own: in recordings of a server not all have (`Episode.observed`)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from pirl.records import Array, Episode
+
+
+def seen_at(episodes: Sequence[Episode], starts: Int[Array, "E"], rows: Int[Array, "N"]) -> Int[Array, "N"]:
+    """For every row itself, or the last one before it that was observed. The first row of an episode always is."""
+    seen = np.concatenate([np.ones(len(one), bool) if one.observed is None else one.observed for one in episodes])
+    seen[starts] = True
+    return np.maximum.accumulate(np.where(seen, rows, 0))
