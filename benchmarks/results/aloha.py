@@ -8,6 +8,7 @@ Needs the extra `aloha`, and for training a GPU. A π₀ of ten million paramete
 """
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -80,6 +81,8 @@ def main() -> int:
     add("--episodes", type=int, default=200, help="test episodes of each row")
     add("--share", type=float, default=1.0, help="of each recipe's steps")
     add("--rows", nargs="+", metavar="NAME", help="only these rows (and what they start from)")
+    add("--films", type=int, default=2, help="successes and failures to film of each row")
+    add("--processes", type=int, default=os.cpu_count() or 1, help="processes that record")
     add("--jobs", type=int, default=3, help="rows at a time")
     add("--minutes", type=float, default=float("inf"))
     add("--report", action="store_true", help="only write the page")
@@ -96,6 +99,8 @@ def main() -> int:
                 demos=args.demos,
                 episodes=args.episodes,
                 share=args.share,
+                films=args.films,
+                processes=args.processes,
                 deadline=deadline,
                 extra=tuple(extra),
             )

@@ -80,6 +80,8 @@ class Ladder:
     processes: int = field(default_factory=lambda: os.cpu_count() or 1)
     deadline: float = float("inf")
     """Nothing starts after this time, and what runs is stopped: it saves, and goes on another time."""
+    films: int = 2
+    """Successes and failures to film in each evaluation."""
     extra: tuple[str, ...] = ()
     """More flags of every training and evaluation."""
 
@@ -140,7 +142,14 @@ class Ladder:
         """One row's success on the test states."""
         out, trained = self.evaluation(row), self.row(row.of or row.name)
         if not (out / "eval.json").exists():
-            words = ("--episodes", self.episodes, "--out", out, "--overwrite", "--video", 2)
+            words = (
+                "--episodes",
+                self.episodes,
+                "--out",
+                out,
+                "--overwrite",
+                *(("--video", self.films) if self.films else ()),
+            )
             if not self.call(f"eval_{row.name}", "eval", self.weights(trained), *words, *row.acting, *self.extra):
                 return False
             self.note(row, json.loads((out / "eval.json").read_text())["result"])

@@ -92,7 +92,8 @@ def contender(task: RLTrainConfig, agent: str, read: Callable[[str], RLTrainConf
         own = read(agent)
         equal = {name: getattr(task, name) for name in EQUAL}
         data = replace(own.data, **{name: getattr(task.data, name) for name in EQUAL_DATA})
-        rollout = replace(own.rollout, **{name: getattr(task.rollout, name) for name in EQUAL_ROLLOUT})
+        acting = [name for name in EQUAL_ROLLOUT if name != "flow_steps" or not own.agent.one_step]
+        rollout = replace(own.rollout, **{name: getattr(task.rollout, name) for name in acting})
         changed = replace(own, **equal, data=data, rollout=rollout)
     else:
         changed = from_dict(RLTrainConfig, {"agent": {"type": agent}}, base=task)
