@@ -201,6 +201,21 @@ def test_leftovers_of_killed_builders_go_and_those_of_living_ones_stay(meta: Dat
     assert (old.exists(), new.exists()) == (False, True)
 
 
+def test_a_file_that_another_builder_finishes_meanwhile_is_no_leftover(
+    meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many runs that start together build one cache: what one lists, another renames."""
+    listed = Path.glob
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        return [*listed(folder, pattern), folder / ".episode_000000.npy.0123456789ab.tmp.npy"]
+
+    monkeypatch.setattr(Path, "glob", glob)
+    frames = make(meta, "disk")
+    frames.build()
+    assert_right(frames)
+
+
 def test_the_key_depends_on_all_that_decides_the_pixels(
     dataset_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ only when it is whole, so builders may be killed, and several may run at once; t
 with a checksum, which every process checks when it first opens the file: a damaged one is decoded again.
 """
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -359,8 +360,9 @@ def _header(shape: tuple[int, ...]) -> bytes:
 def _remove_leftovers(folder: Path) -> None:
     """Temporary files of builders that were killed; a living one is never a day on one episode."""
     for leftover in folder.glob(LEFTOVERS):
-        if time.time() - leftover.stat().st_mtime > _DAY:
-            leftover.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another builder has finished it meanwhile
+            if time.time() - leftover.stat().st_mtime > _DAY:
+                leftover.unlink()
 
 
 def _free_bytes(folder: Path) -> int:
