@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -25,11 +25,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pirl.agents.agent import Agent, Lesson
 from pirl.cli.app import main as pirl
 from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
 from pirl.recipes import get_config
 from pirl.records import Rollout
-from pirl.training import streams
 
 ROWS = {
     "BC": "imitation",
@@ -68,7 +68,7 @@ class Seed:
         self.method("RIPT", "ript_tabletop")
         told = shuffled(self.demo / "data" / "tabletop", self.seed)
         self.method("ACRLPD_shuffled", "acrlpd_tabletop", data=told)
-        with patch.object(streams, "_successes", dealt(self.seed)):
+        with patch.object(Agent, "lesson", dealt(self.seed)):
             self.method("RIPT_shuffled", "ript_tabletop")
 
     def method(self, name: str, recipe: str, *settings: str, data: Path | None = None) -> None:
@@ -116,16 +116,19 @@ def shuffled(dataset: Path, seed: int) -> Path:
     return begun.rename(copy)
 
 
-def dealt(seed: int) -> object:
-    """In place of a group's outcomes, those of a coin."""
+def dealt(seed: int) -> Callable[[Agent, Sequence[Sequence[Rollout]]], Lesson]:
+    """What groups teach if their outcomes are those of a coin."""
 
     def toss(group: Sequence[Rollout]) -> list[float]:
-        # A group is asked for several times, with the same answer: what was done in it decides how the coin falls.
+        # Groups may be asked for again, with the same answer: what was done in one decides how the coin falls.
         done = zlib.crc32(b"".join(rollout.episode.actions.tobytes() for rollout in group))
         coin = np.random.default_rng([seed, done])
         return [float(side) for side in coin.random(len(group)) < 0.5]
 
-    return toss
+    def lesson(agent: Agent, groups: Sequence[Sequence[Rollout]]) -> Lesson:
+        return agent.prepare(np.array([toss(group) for group in groups]))
+
+    return lesson
 
 
 def number_of(folder: Path) -> int:

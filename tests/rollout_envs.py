@@ -107,6 +107,11 @@ def sleepy(size: int) -> EnvBatch:
     return counting(size)
 
 
+def slow(size: int) -> EnvBatch:
+    time.sleep(1)
+    return counting(size)
+
+
 def late(log: Path, failures: int, size: int) -> EnvBatch:
     """Fails the first times, then works; every attempt leaves a line."""
     with log.open("a") as file:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pirl.agents.agent import Agent
 from pirl.cli import demo
 from pirl.cli.app import main
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
 from pirl.data.robots import get_robot
 from pirl.recipes import cli
-from pirl.training import streams
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -40,7 +40,7 @@ def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
         (folder / "eval.json").write_text(json.dumps({"result": {"success": rate}}))
 
     def run(words: list[str]) -> int:
-        commands.append([*words, streams._successes.__name__])
+        commands.append([*words, Agent.lesson.__module__])
         if words[0] == "demo":
             stages, results = demo.plan(Path(words[2]), quick=False, seed=0)
             for stage in stages[2:6]:
@@ -67,7 +67,7 @@ def test_every_row_is_filled_and_nothing_done_twice(
     seed = tabletop.Seed(tmp_path / "seed0", 0, quick=False)
     seed.run()
     assert [words[0] for words in called] == ["demo", *["train", "eval"] * 5]
-    assert [words[-1] == "toss" for words in called] == [False] * 9 + [True] * 2, "only one run tosses coins"
+    assert [words[-1] == "tabletop" for words in called] == [False] * 9 + [True] * 2, "only one run tosses coins"
     told = [Path(words[words.index("--data-path") + 1]).name for words in called if "--data-path" in words]
     assert told == ["tabletop"] * 3 + ["others", "tabletop"], "only one is told how others ended"
     assert "–" not in [seed.cell(name) for name in tabletop.ROWS.values()]
@@ -111,8 +111,8 @@ def test_a_copy_ends_as_others_did(tabletop: ModuleType, tmp_path: Path) -> None
 def test_a_coin_falls_the_same_for_the_same_group_and_knows_nothing(tabletop: ModuleType) -> None:
     draw = np.random.default_rng(0)
     groups = [[SimpleNamespace(episode=SimpleNamespace(actions=draw.random(3))) for _ in range(8)] for _ in range(200)]
-    toss = tabletop.dealt(0)
-    tossed = [toss(group) for group in groups]
-    assert tossed == [toss(group) for group in groups]
-    assert tossed != [tabletop.dealt(1)(group) for group in groups]
+    agent = SimpleNamespace(prepare=lambda rewards: rewards)
+    tossed = tabletop.dealt(0)(agent, groups)
+    np.testing.assert_array_equal(tossed, tabletop.dealt(0)(agent, groups))
+    assert not np.array_equal(tossed, tabletop.dealt(1)(agent, groups))
     assert 0.45 < np.mean(tossed) < 0.55

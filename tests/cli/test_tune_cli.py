@@ -162,7 +162,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         name="walk",
         env=ENV,
         rollout=replace(ROLLOUT, num_workers=1),
-        evaluation=EvalConfig(interval=2, episodes=6),
+        evaluation=EvalConfig(interval=2, episodes=6, films=0),
         num_train_steps=6,
         log_interval=1,
     )

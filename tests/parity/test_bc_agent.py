@@ -60,7 +60,10 @@ def golden_batch(family: Family) -> dict:
     }
 
 
-def openpi_draw(noise_key: jax.Array, time_key: jax.Array, actions: jax.Array, num: int = 1) -> flow.Draws:
+def openpi_draw(
+    noise_key: jax.Array, time_key: jax.Array, actions: jax.Array, num: int = 1, *, delay: int = 0
+) -> flow.Draws:
+    assert not delay
     time = jax.random.beta(time_key, 1.5, 1.0, (len(actions), num)) * 0.999 + 0.001
     return DRAW(noise_key, time_key, actions, num)._replace(time=time)
 

@@ -36,7 +36,7 @@ def straight(kind: str, folder: Path) -> RLTrainConfig:
     """A run that was never stopped, evaluated every second step."""
     make, _, saved = RUNS[kind]
     config = saving(make(folder, exp_name="straight"), save_interval=saved)
-    config = replace(config, evaluation=EvalConfig(interval=2, episodes=3))
+    config = replace(config, evaluation=EvalConfig(interval=2, episodes=3, films=0))
     assert train(config) == 0
     return config
 

@@ -4,16 +4,17 @@ One seed, and half of the recipes' steps offline; `benchmarks/tabletop.py` has t
 All numbers are plain sampling on 400 fresh initial states.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from pirl.agents.agent import Agent, Lesson
 from pirl.config import RLTrainConfig
 from pirl.recipes import get_config
+from pirl.records import Rollout
 from pirl.rollout.evaluate import Rate
-from pirl.training import streams
 from small_runs import compiled_once
 from tabletop_runs import Table, shuffled, success, table, train_groups, train_offline
 
@@ -94,7 +95,11 @@ def test_shuffled_outcomes_teach_nothing(on: Table, cloned: tuple[dict, Rate], m
     fewer = replace(ACRLPD, num_train_steps=ACRLPD.num_train_steps // 2)
     misled = success(fewer, on, train_offline(fewer, on, source=on.source(shuffled(on.demos, 0)), weights=weights))
     coin = np.random.default_rng(0)
-    monkeypatch.setattr(streams, "_successes", lambda group: [float(x) for x in coin.random(len(group)) < 0.5])
+
+    def lesson(agent: Agent, groups: Sequence[Sequence[Rollout]]) -> Lesson:
+        return agent.prepare(np.array([coin.random(len(group)) < 0.5 for group in groups], np.float64))
+
+    monkeypatch.setattr(Agent, "lesson", lesson)
     shorter = replace(RIPT, num_train_steps=8)
     tossed = success(shorter, on, train_groups(shorter, on, weights=weights))
     for control in (misled, tossed):

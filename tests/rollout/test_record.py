@@ -201,8 +201,8 @@ def test_recordings_go_on_with_new_states_as_long_as_there_are_some() -> None:
 
 def test_dials() -> None:
     assert parse_dials(TABLETOP, []) is None
-    assert parse_dials(TABLETOP, ["wrong=0.5", "apart=true", "wrong-block=1"]) == Dials(
-        wrong=0.5, wrong_block=1.0, apart=True
+    assert parse_dials(TABLETOP, ["wrong=0.5", "put-back=true", "wrong-block=0.5"]) == Dials(
+        wrong=0.5, wrong_block=0.5, put_back=True
     )
     for words, answer in (
         (["rong=1"], "did you mean: wrong"),

@@ -178,7 +178,10 @@ def test_starts_that_always_fail(build: Build, told: str) -> None:
 def test_a_worker_that_is_slow_to_start_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pirl.rollout.remote.START_NOTICE", 0.01)
     told = r"still starting; after 30 s \(rollout.worker_start_timeout\)"
-    with pytest.warns(PirlWarning, match=told), make(size=1, num_workers=1, start_timeout=30.0) as pool:
+    with (
+        pytest.warns(PirlWarning, match=told),
+        make(rollout_envs.slow, size=1, num_workers=1, start_timeout=30.0) as pool,
+    ):
         assert isinstance(pool.start({0: Context("count", 0)})[0], Started)
     assert pool.restarts == 0
 

@@ -101,7 +101,9 @@ def test_each_number_is_what_it_says(critic: tuple[HeldOut, TrainState], measure
     def candidates(observation: Observation) -> np.ndarray:
         params = state.ema["policy"]
         return np.asarray(
-            flow.sample(agent.policy, params, agent.policy.encode(params, observation), noise, num_steps=10)
+            flow.sample(
+                agent.policy, params, agent.policy.encode(params, observation), noise, num_steps=agent.flow_steps
+            )
         )
 
     def q(observation: Observation, chunks: Any) -> np.ndarray:

@@ -70,7 +70,8 @@ class QCFQLConfig(QChunkingConfig):
             )
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Learning rate, α, discount."""
+        """Learning rate, α, candidates, update-to-data ratio."""
         yield "pi0_lr", around(run.policy_schedule)
         yield "agent.alpha", Range(low=1.0, high=100.0, log=True)
+        yield "agent.num_action_samples", Choice(values=(1, 4, 8))
         yield "agent.critic_updates", Choice(values=(1, 2, 4))
