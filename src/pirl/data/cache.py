@@ -1,9 +1,8 @@
 """Decoded frames, so that a video is decoded once and not once per sample.
 
 Frames lie as uint8 at the model's size, one `.npy` per episode and camera, in a folder named by a hash of everything
-they depend on: a changed dataset or setting finds another folder, never stale pictures. A file appears under its name
-only when it is whole, so builders may be killed, and several may run at once; the worst is work done twice. It ends
-with a checksum, which every process checks when it first opens the file: a damaged one is decoded again.
+they depend on: a changed dataset or setting finds another folder, never stale pictures. Files appear whole or not at
+all: builders may be killed, and several may run at once. Every process checks a file's checksum when it first opens it.
 """
 
 import contextlib

@@ -9,8 +9,7 @@ observation after the last action, so when a recording is cut (truncated, or jus
 of a chunk, s_T does not exist. Bootstrapping from s_{T-1} with exponent T-t, or taking the cut for a terminal state,
 would both be biased. Going back one step is not: the rewards before T-1 plus γ^{T-1-t} V(s_{T-1}) are an honest return
 of the executed prefix. What is lost is the last reward of a cut episode, and its last row as a start: there L = 0, the
-target would be the value of the very state being learned, and the sample's `sequence_mask` is 0. (A success that ends
-the episode loses nothing: it needs no s_T.)
+target would be the value of the very state being learned, and `sequence_mask` is 0. (A success loses nothing.)
 
 With `n_step` n > 1 the target looks further than the critic: h is n · `critic_horizon` in these rules, while the critic
 scores the first `critic_horizon` actions. The rewards behind them are those of the data's actions, so the value is
