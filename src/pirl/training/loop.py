@@ -1,11 +1,10 @@
 """The training loop: one for every algorithm, from one device to many hosts, bit-exact on resume."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -36,10 +35,11 @@ from pirl.training.ending import summary
 from pirl.training.eval_fn import EvalFn, find_eval_fn
 from pirl.training.evaluator import Evaluations
 from pirl.training.interrupt import stop_on_signal
-from pirl.training.metrics import MetricLog, Timers, check_finite, check_state, peak_flops
+from pirl.training.metrics import MetricLog, Timers, check_finite, peak_flops
 from pirl.training.pictures import save_camera_grid
 from pirl.training.progress import Progress
 from pirl.training.recovered import Recovery
+from pirl.training.saving import Saver
 from pirl.training.sinks import RunInfo
 from pirl.training.step import Step
 from pirl.training.streams import Stream
@@ -136,34 +136,19 @@ def run(
         stop_on_signal() as stop,
         Watchdog(config.watchdog, config.run_dir) as watchdog,
     ):
-
-        def leave(step: int, values: dict[str, float] | None) -> str:
-            """Save before the end that was asked for, if there is time; what to say otherwise."""
-            checkpoints.wait()  # what is under way comes first, and says how long one takes
-            if stop.time_to_save(config.checkpoint.grace, checkpoints.seconds) or checkpoints.latest_step() is None:
-                save(step, values)
-                return ""
-            return (
-                f"; not saved: the last checkpoint took {checkpoints.seconds or 0:.0f} s, too long for what is left of "
-                f"checkpoint.grace {config.checkpoint.grace:g} s; step {checkpoints.latest_step()} stands"
-            )
-
-        def save(step: int, values: dict[str, float] | None) -> None:
-            pending = log.pending()
-            check_finite(pending, step=step)
-            check_state(state, step=step)
-            position = {"step": step, "stream": stream.state(), "pending": pending, "patience": patience.state()}
-            position["closing"] = log.closing
-            if not checkpoints.save(step, state, extra=position, metrics=values, weights=agent.served(state)):
-                checkpoints.amend(step, position)  # the same weights, and more that was collected with them
-            stream.prune(kept["stream"] for kept in chain([position], checkpoints.extras()))
-
+        saver = Saver(
+            agent=agent,
+            checkpoints=checkpoints,
+            stream=stream,
+            log=log,
+            patience=patience,
+            stop=stop,
+            grace=config.checkpoint.grace,
+        )
         if not extra and (evaluator is None or not evaluator.hold_out):
             state = agent.heard(state, {}, progress.say)
         if evaluator is not None and evaluator.due(0, total) and not extra:
-            log.write(0, results := evaluator(state, 0, total, progress.say))
-            log.show(0, evaluator.shown)
-            state = agent.heard(state, results, progress.say)
+            state, _ = evaluated(evaluator, agent, log, state, 0, total, progress.say)
         for step in range(start + 1, total + 1):
             try:
                 for batch in stream.round(step, state, lambda: bool(stop), progress.say):
@@ -178,10 +163,10 @@ def run(
                     log.gather(metrics)
             except CollectionStoppedError:  # no update of this step has run
                 stopped, ending = True, f"interrupted while collecting for step {step}; --resume goes on from there"
-                ending += leave(step - 1, None)
+                ending += saver.leave(state, step - 1, None)
                 break
             except EnvError:  # broken environments; the weights are fine
-                save(step - 1, None)
+                saver.save(state, step - 1, None)
                 raise
             own = stream.metrics() | ({recovered.METRIC: len(gone_back)} if gone_back else {})
             values = log.log(step, own, updates=updates, last=step == total)
@@ -192,13 +177,10 @@ def run(
             if evaluator is not None and evaluator.due(step, total):
                 try:
                     with log.paused():
-                        results = evaluator(state, step, total, progress.say)
+                        state, results = evaluated(evaluator, agent, log, state, step, total, progress.say)
                 except EnvError:
-                    save(step, values)
+                    saver.save(state, step, values)
                     raise
-                log.write(step, results)
-                log.show(step, evaluator.shown)
-                state = agent.heard(state, results, progress.say)
                 values = (values or {}) | results
             watchdog.beat()
             if values and (alarms := watchdog.look(values)):
@@ -209,15 +191,14 @@ def run(
                 stopped, ending = True, f"interrupted after step {step}; --resume goes on from there"
             over = step == total or bool(ending)
             if stopped:
-                ending += leave(step, values)
+                ending += saver.leave(state, step, values)
             elif over or checkpoints.due(step):
-                save(step, values)
+                saver.save(state, step, values)
                 stop.warn(config.checkpoint.grace, checkpoints.seconds, progress.say)
             progress.advance()
             if over:
                 break
-        checkpoints.wait()
-        stream.prune(kept["stream"] for kept in checkpoints.extras())
+        saver.finish()
     if is_main and (said := summary(config, checkpoints, start=start, step=step, seconds=time.monotonic() - began)):
         print("\n".join([said, *map(str, gone_back)]))
     if is_main and config.log_memory:
@@ -225,6 +206,22 @@ def run(
     if is_main and ending:
         Console(stderr=True).print(f"{config.name}/{config.exp_name}: {ending}", markup=False, soft_wrap=True)
     return 130 if stopped else 0
+
+
+def evaluated(
+    evaluator: Evaluations,
+    agent: Agent,
+    log: MetricLog,
+    state: TrainState,
+    step: int,
+    total: int,
+    say: Callable[[str], None],
+) -> tuple[TrainState, dict[str, float]]:
+    """Evaluate, log and show it; the state, as the algorithm leaves it when it hears the results, and these."""
+    results = evaluator(state, step, total, say)
+    log.write(step, results)
+    log.show(step, evaluator.shown)
+    return agent.heard(state, results, say), results
 
 
 def initial_state(

@@ -1,0 +1,54 @@
+"""What a run saves beside its weights, and whether there is time to."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+from pirl.agents.agent import Agent, TrainState
+from pirl.checkpoints.run import Checkpoints
+from pirl.training.early_stop import Patience
+from pirl.training.interrupt import StopRequest
+from pirl.training.metrics import MetricLog, check_finite, check_state
+from pirl.training.streams import Stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saver:
+    """Writes the checkpoints of one run."""
+
+    agent: Agent
+    checkpoints: Checkpoints
+    stream: Stream
+    log: MetricLog
+    patience: Patience
+    stop: StopRequest
+    grace: float | None
+    """Seconds between SIGTERM and SIGKILL."""
+
+    def save(self, state: TrainState, step: int, values: dict[str, float] | None) -> None:
+        """Everything that going on bit-exactly needs; refuses a state that is not finite."""
+        pending = self.log.pending()
+        check_finite(pending, step=step)
+        check_state(state, step=step)
+        position = {"step": step, "stream": self.stream.state(), "pending": pending, "patience": self.patience.state()}
+        position["closing"] = self.log.closing
+        served = self.agent.served(state)
+        if not self.checkpoints.save(step, state, extra=position, metrics=values, weights=served):
+            self.checkpoints.amend(step, position)  # the same weights, and more that was collected with them
+        self.stream.prune(kept["stream"] for kept in chain([position], self.checkpoints.extras()))
+
+    def leave(self, state: TrainState, step: int, values: dict[str, float] | None) -> str:
+        """Save before the end that was asked for, if there is time; what to say otherwise."""
+        self.checkpoints.wait()  # what is under way comes first, and says how long one takes
+        took, latest = self.checkpoints.seconds, self.checkpoints.latest_step()
+        if self.stop.time_to_save(self.grace, took) or latest is None:
+            self.save(state, step, values)
+            return ""
+        return (
+            f"; not saved: the last checkpoint took {took or 0:.0f} s, too long for what is left of "
+            f"checkpoint.grace {self.grace:g} s; step {latest} stands"
+        )
+
+    def finish(self) -> None:
+        """Wait until all is written, and delete what no checkpoint needs."""
+        self.checkpoints.wait()
+        self.stream.prune(kept["stream"] for kept in self.checkpoints.extras())
