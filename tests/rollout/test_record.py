@@ -75,6 +75,16 @@ def assert_same(found: Episode, expected: Episode) -> None:
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
 
 
+def test_several_processes_record_what_one_does() -> None:
+    """More blocks than processes, the last one not full, in their order."""
+    contexts = recording_contexts(INFO, 2 * BLOCK + 5, "train")
+    one, several = (list(expert_rollouts(TABLETOP, contexts, dials=None, seed=1, processes=n)) for n in (1, 2))
+    assert [rollout.number for rollout in several] == list(range(len(contexts)))
+    for found, expected in zip(several, one, strict=True):
+        assert found.context == expected.context
+        assert_same(found.episode, expected.episode)
+
+
 def test_demonstrations_come_back_exactly(tmp_path: Path) -> None:
     contexts = recording_contexts(INFO, 20, "train")
     rollouts = list(expert_rollouts(TABLETOP, contexts, dials=None, seed=1))

@@ -123,6 +123,13 @@ def test_runs_are_equal_but_for_the_algorithm(tmp_path: Path) -> None:
         contender(TASK, "BCC")
 
 
+def test_all_take_as_many_flow_steps_but_one_that_cannot(tmp_path: Path) -> None:
+    steps = {
+        run.agent: run.config.rollout.flow_steps for run in runs(tmp_path, "BC", "dsrl_tabletop", "qc_fql_tabletop")
+    }
+    assert steps == {"BC": 5, "dsrl_tabletop": 5, "qc_fql_tabletop": 1}
+
+
 def test_a_comparison(tmp_path: Path) -> None:
     folder, lab = tmp_path / "c", Lab()
     whole, results = compare(folder, lab, runs(folder))
