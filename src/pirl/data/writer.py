@@ -11,8 +11,10 @@ nothing of it can be seen.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +71,7 @@ class LeRobotWriter:
         own = {key: feature for key, feature in features.items() if key not in STANDARD_FEATURES}
         self._columns = parse_features(own)
         self._all_columns = (*self._columns, *parse_features(STANDARD_FEATURES))
+        self._encoders = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="encode")
         videos = any(column.dtype == "video" for column in self._columns)
         self._encoding = choose_encoding(codec) if videos else None
         sizes = {"data_files_size_in_mb": data_files_size_in_mb, "video_files_size_in_mb": video_files_size_in_mb}
@@ -212,7 +215,10 @@ class LeRobotWriter:
         if column.dtype == "video":
             self._videos[column.key].write(value)
         else:
-            self._values[column.key].append(encode_png(value) if column.is_picture else value)
+            # The frame is copied: the caller may fill its buffer anew while a thread encodes.
+            self._values[column.key].append(
+                self._encoders.submit(encode_png, np.array(value)) if column.is_picture else value
+            )
 
     @property
     def _next_index(self) -> int:
@@ -254,6 +260,7 @@ class LeRobotWriter:
         for column in self._columns:
             if column.dtype != "video":
                 rows = self._values[column.key]
+                rows = [png.result() for png in rows] if column.is_picture else rows
                 values[column.key] = rows if column.dtype in ("string", "image") else np.stack(rows)
         version = self._meta.info["codebase_version"]
         return FinishedEpisode(
@@ -291,6 +298,7 @@ class LeRobotWriter:
         self._videos: dict[str, EpisodeVideo] = {}
 
     def _release(self) -> None:
+        self._encoders.shutdown(cancel_futures=True)
         release_dataset(self._lock)
 
 
