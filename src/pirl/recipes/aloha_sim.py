@@ -4,13 +4,14 @@
 let_go=0.35 time_scale=0.7 grasp_error=0.006 waypoint_noise=0.01 action_noise=0.005
     pirl norm-stats demos/aloha_transfer --robot aloha_sim --horizon 20 --out assets/demos/aloha_transfer
     pirl train bc_aloha_transfer_small --exp-name bc
-    pirl train acrlpd_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/6000
-    pirl train filtered_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/6000
-    pirl train ript_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/6000
+    pirl train acrlpd_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
+
+`filtered_`, `recap_`, `dsrl_` and `ript_aloha_transfer_small` start from the same weights.
 
 The scripted expert makes two wrong choices on purpose: it reaches 5 cm beside the cube, or it lets go of the cube
-before the other arm has it. About 40 % of its episodes succeed, after 140 of at most 200 steps. One camera of 99x132
-pixels from above, without shadows; the policy plans 20 actions and executes 10. The discount is 1 - 1/200: a success is
+before the other arm has it. About 40 % of its episodes succeed, after 140 of at most 200 steps. Three cameras of 75x99
+pixels, without shadows: from above, where the cube is three pixels wide, and at both wrists, where it fills the picture
+when it is grasped. The policy plans 20 actions and executes 10. The discount is 1 - 1/200: a success is
 worth half at the start.
 
 Four critics (HL-Gauss, actions clipped at 4 standard deviations) learn the observed returns for 500 steps, and the
@@ -19,13 +20,13 @@ actor imitates for as long. The VLM trains in imitation and is frozen afterwards
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FilteredConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import AlohaConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import CriticConfig
-from pirl.names import BASE_CAMERA
+from pirl.names import CAMERAS
 from pirl.rollout.config import EvalConfig, RolloutConfig
 from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
 
@@ -33,7 +34,7 @@ _DISCOUNT = 0.995
 
 _BC = RLTrainConfig(
     name="bc_aloha_transfer_small",
-    model=get_preset("pi0_mini"),
+    model=replace(get_preset("pi0_mini"), cameras=CAMERAS, image_size=99),
     agent=BCConfig(augment=False, flow_draws=4, mask_padding=True, ema_decay=0.998),
     critic=CriticConfig(
         num_critics=4, hidden=(256, 256, 256), action_clip=4.0, pool_width=256, pool_heads=4, embedding_width=256
@@ -41,20 +42,26 @@ _BC = RLTrainConfig(
     data=DataConfig(
         repo_ids=("demos/aloha_transfer",),
         robot="aloha_sim",
-        cameras=(BASE_CAMERA,),
+        cameras=CAMERAS,
         tokenizer="word",
         outcome="columns",
         critic_horizon=10,
         episodes_per_memory_pool=None,
     ),
-    env=AlohaConfig(task="transfer", render_size=(99, 132), fast_render=True, max_steps=200),
+    env=AlohaConfig(
+        task="transfer",
+        cameras=("top", "left_wrist", "right_wrist"),
+        render_size=(75, 99),
+        fast_render=True,
+        max_steps=200,
+    ),
     rollout=RolloutConfig(backend="process", num_envs=64, num_workers=8, flow_steps=5),
-    evaluation=EvalConfig(interval=3000, episodes=64),
+    evaluation=EvalConfig(interval=4000, episodes=64),
     policy_optimizer=AdamW(weight_decay=1e-4),
-    policy_schedule=CosineSchedule(warmup_steps=300, peak_lr=5e-4, decay_steps=6000, decay_lr=1e-5),
-    checkpoint=CheckpointConfig(save_interval=3000, keep_period=None),
+    policy_schedule=CosineSchedule(warmup_steps=300, peak_lr=5e-4, decay_steps=8000, decay_lr=1e-5),
+    checkpoint=CheckpointConfig(save_interval=4000, keep_period=None),
     batch_size=128,
-    num_train_steps=6000,
+    num_train_steps=8000,
     log_interval=100,
 )
 
@@ -75,11 +82,11 @@ _ACRLPD = replace(
         policy_ema_decay=0.998,
     ),
     freeze="vlm_frozen",
-    policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=3e-4, decay_steps=4000, decay_lr=1e-5),
+    policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=3e-4, decay_steps=3000, decay_lr=1e-5),
     critic_schedule=ConstantSchedule(lr=5e-4),
-    evaluation=EvalConfig(interval=2000, episodes=64),
-    checkpoint=CheckpointConfig(save_interval=2000, keep_period=None),
-    num_train_steps=4000,
+    evaluation=EvalConfig(interval=1500, episodes=64),
+    checkpoint=CheckpointConfig(save_interval=1500, keep_period=None),
+    num_train_steps=3000,
 )
 
 _FILTERED = replace(
@@ -88,6 +95,36 @@ _FILTERED = replace(
     agent=FilteredConfig(
         discount=_DISCOUNT, share=0.3, flow_draws=4, mask_padding=True, augment=False, ema_decay=0.998
     ),
+)
+
+_RECAP = replace(
+    _ACRLPD,
+    name="recap_aloha_transfer_small",
+    agent=RECAPConfig(
+        discount=_DISCOUNT,
+        positive_share=0.3,
+        value_warmup_steps=500,
+        flow_draws=4,
+        augment=False,
+        policy_ema_decay=0.998,
+    ),
+)
+
+_DSRL = replace(
+    _ACRLPD,
+    name="dsrl_aloha_transfer_small",
+    agent=DSRLConfig(
+        discount=_DISCOUNT,
+        num_action_samples=4,
+        flow_steps=5,
+        q_aggregation="min",
+        target_update_rate=0.01,
+        mc_steps=500,
+        actor_warmup_steps=500,
+        augment=False,
+    ),
+    freeze=None,
+    policy_schedule=ConstantSchedule(lr=5e-4),
 )
 
 _RIPT = replace(
@@ -103,4 +140,4 @@ _RIPT = replace(
     log_interval=1,
 )
 
-RECIPES = (_BC, _ACRLPD, _FILTERED, _RIPT)
+RECIPES = (_BC, _ACRLPD, _FILTERED, _RECAP, _DSRL, _RIPT)
