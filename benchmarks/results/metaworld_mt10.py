@@ -10,6 +10,7 @@ training a GPU. (Called `metaworld.py`, it would hide the simulator's package fr
 """
 
 import argparse
+import os
 import sys
 import time
 from collections import defaultdict
@@ -26,7 +27,7 @@ from pirl.rollout.evaluate import Rate
 PAGE, RAW = DOCS / "metaworld.md", DOCS / "metaworld.jsonl"
 TASKS_BEGIN, TASKS_END = "<!-- tasks: begin -->", "<!-- tasks: end -->"
 DIALS = ("--dials", "wrong=0.5", "detour=0.25", "action_noise=0.1")
-_STEPS = "6000"
+_STEPS = "4000"
 SUCCESSES = (
     *("--data.successes-only", "--freeze", "vlm_frozen", "--max-steps", _STEPS),
     *("--pi0-lr", "3e-4", "--policy-schedule.decay-steps", _STEPS),
@@ -45,6 +46,8 @@ MT10_TASK = Task(
         Row("filtered", "BC, then the best quarter by discounted return", "filtered_metaworld_mt10", "bc"),
         Row("acrlpd", "**ACRLPD, offline**", ACRLPD, "bc"),
         Row("acrlpd_best", "– best of 8 by its critic", ACRLPD, of="acrlpd", acting=("--best-of", "8")),
+        Row("recap", "RECAP, offline", "recap_metaworld_mt10", "bc"),
+        Row("dsrl", "DSRL, offline", "dsrl_metaworld_mt10", "bc"),
         Row("ript", "BC, then RIPT", "ript_metaworld_mt10", "bc"),
         Row("acrlpd_ript", "**ACRLPD, then RIPT**", "ript_metaworld_mt10", "acrlpd"),
     ),
@@ -91,6 +94,8 @@ def main() -> int:
     add("--share", type=float, default=1.0, help="of each recipe's steps")
     add("--rows", nargs="+", metavar="NAME", help="only these rows; name those that they start from as well")
     add("--jobs", type=int, default=2, help="rows at a time")
+    add("--films", type=int, default=2, help="successes and failures to film of each row")
+    add("--processes", type=int, default=os.cpu_count() or 1, help="processes that record")
     add("--minutes", type=float, default=float("inf"))
     add("--report", action="store_true", help="only write the page")
     args, extra = parser.parse_known_args()
@@ -101,6 +106,7 @@ def main() -> int:
     deadline = time.time() + 60 * args.minutes
     task = replace(MT10_TASK, rows=tuple(row for row in MT10_TASK.rows if args.rows is None or row.name in args.rows))
     given = dict(run=args.run.absolute(), demos=args.demos, episodes=args.episodes, share=args.share)
+    given |= dict(films=args.films, processes=args.processes)
     done = True
     for seed in args.seeds:
         done &= Ladder(task=task, seed=seed, deadline=deadline, extra=tuple(extra), **given).climb(args.jobs)
