@@ -5,8 +5,10 @@ let_go=0.35 time_scale=0.7 grasp_error=0.006 waypoint_noise=0.01 action_noise=0.
     pirl norm-stats demos/aloha_transfer --robot aloha_sim --horizon 20 --out assets/demos/aloha_transfer
     pirl train bc_aloha_transfer_small --exp-name bc
     pirl train acrlpd_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
-
-`filtered_`, `recap_`, `dsrl_` and `ript_aloha_transfer_small` start from the same weights.
+    pirl train filtered_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
+    pirl train recap_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
+    pirl train dsrl_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
+    pirl train ript_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
 
 The scripted expert makes two wrong choices on purpose: it reaches 5 cm beside the cube, or it lets go of the cube
 before the other arm has it. About 40 % of its episodes succeed, after 140 of at most 200 steps. Three cameras of 75x99

@@ -6,6 +6,8 @@
     pirl train bc_metaworld_mt10 --exp-name first
     pirl train acrlpd_metaworld_mt10 --exp-name first --init-weights checkpoints/bc_metaworld_mt10/first/10000
     pirl train filtered_metaworld_mt10 --exp-name first --init-weights checkpoints/bc_metaworld_mt10/first/10000
+    pirl train recap_metaworld_mt10 --exp-name first --init-weights checkpoints/bc_metaworld_mt10/first/10000
+    pirl train dsrl_metaworld_mt10 --exp-name first --init-weights checkpoints/bc_metaworld_mt10/first/10000
     pirl train ript_metaworld_mt10 --exp-name first --init-weights checkpoints/acrlpd_metaworld_mt10/first/4000
 
 All of it and its table by one command: benchmarks/results/metaworld_mt10.py. The demonstrations are imperfect by
@@ -14,11 +16,12 @@ choice: half of them act 12 cm beside the right place, a quarter starts so and c
 detour may come too late.
 
 The policy sees two pictures of 99 pixels (81 patches each), one of the table and one at the gripper, the hand's place
-and the gripper's opening, and the instruction; where the objects are it has to look for. The robot acts at 80 Hz: chunks of 10 actions are an eighth of a
-second, 15 decisions an episode, all executed and all scored by the critic. The discount is 1 - 1/100: a success after
-90 steps is worth 0.40, one with a detour of 60 steps 0.22. Four critics (HL-Gauss, actions clipped at 4 standard
-deviations) learn the observed returns for 500 steps while the actor imitates, then bootstrapped ones. Seven in ten
-steps are of failures, so the filter keeps the best quarter. The VLM trains in imitation and is frozen afterwards.
+and the gripper's opening, and the instruction; where the objects are it has to look for. The robot acts at 80 Hz:
+chunks of 10 actions are an eighth of a second, 15 decisions an episode, all executed and all scored by the critic.
+The discount is 1 - 1/100: a success after 90 steps is worth 0.40, one with a detour of 60 steps 0.22. Four critics
+(HL-Gauss, actions clipped at 4 standard deviations) learn the observed returns for 500 steps while the actor
+imitates, then bootstrapped ones. Seven in ten steps are of failures, so the filter keeps the best quarter. The VLM
+trains in imitation and is frozen afterwards.
 
 RIPT rolls out 32 groups of 8 an iteration; tasks that always or never succeed teach nothing and are drawn less often.
 
