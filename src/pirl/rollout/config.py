@@ -75,6 +75,8 @@ class EvalConfig(Checked):
     films: Natural = 1
     """Film the first so many successes and failures of each evaluation, into the run's films/STEP; wandb and trackio
     get them too. 0: none."""
+    films_kept: Count = 50
+    """Keep the films of the first evaluation and of the latest ones, this many in all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from pirl.rollout.films import STRIP, Highlights, write_films
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 from pirl.training.held_out import HeldOut
-from pirl.training.shown import FOLDER, Shown, states
+from pirl.training.shown import FOLDER, Shown, states, thin_out
 
 
 @runtime_checkable
@@ -122,6 +122,7 @@ class Evaluator:
             env = self._make() if self._make else None
             try:
                 films = write_films(rollouts, env, folder, fps=self._pool.info.fps)
+                thin_out(folder.parent, self._config.films_kept)
             finally:
                 if env is not None:
                     env.close()

@@ -47,8 +47,8 @@ from pirl.training.watchdog import Watchdog
 
 EXPECTED_CHANGES = (
     *("exp_name", "num_train_steps", "log_interval", "sinks", "tracking", "checkpoint", "mesh", "early_stop"),
-    *("debug_nans", "log_memory", "watchdog", "recovery", "evaluation.films", "rollout.backend", "rollout.num_workers"),
-    *("rollout.worker_timeout", "rollout.worker_start_timeout"),
+    *("debug_nans", "log_memory", "watchdog", "recovery", "evaluation.films", "evaluation.films_kept"),
+    *("rollout.backend", "rollout.num_workers", "rollout.worker_timeout", "rollout.worker_start_timeout"),
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
 

@@ -1,5 +1,7 @@
 """What an evaluation during training shows beside its numbers: films, and which initial states are solved now."""
 
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +9,8 @@ from pirl.records import Context
 
 FOLDER = "films"
 """In a run's folder: films by step."""
+_OURS = re.compile(r"(success|failure)-\d+\.mp4|filmstrip\.png|\..*")
+"""Files in the folder of a step that were filmed; hidden ones are unfinished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +40,14 @@ class Shown:
 def states(before: dict[Context, bool], now: dict[Context, bool]) -> tuple[InitialState, ...]:
     """Pair two evaluations by initial state."""
     return tuple(InitialState(task=c.task, init=c.init, before=before.get(c), now=solved) for c, solved in now.items())
+
+
+def thin_out(folder: Path, keep: int) -> None:
+    """Delete films but those of the first evaluation and of the last `keep` - 1: a long run must not fill the disk.
+
+    A step's folder that holds anything else stays.
+    """
+    steps = sorted((child for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()), key=lambda child: int(child.name))
+    for step in steps[1 : 1 - keep or None]:
+        if all(_OURS.fullmatch(file.name) for file in step.iterdir()):
+            shutil.rmtree(step, ignore_errors=True)
