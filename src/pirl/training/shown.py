@@ -47,7 +47,8 @@ def thin_out(folder: Path, keep: int) -> None:
 
     A step's folder that holds anything else stays.
     """
-    steps = sorted((child for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()), key=lambda child: int(child.name))
+    steps = [child for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
+    steps.sort(key=lambda child: int(child.name))
     for step in steps[1 : 1 - keep or None]:
         if all(_OURS.fullmatch(file.name) for file in step.iterdir()):
             shutil.rmtree(step, ignore_errors=True)
