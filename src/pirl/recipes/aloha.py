@@ -34,33 +34,32 @@ Results: not run at full size yet.
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FlowPPOConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import AlohaConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
+from pirl.recipes.families import on_policy, with_adapters
 from pirl.rollout.config import EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
+from pirl.training.config import AdamW, CosineSchedule
 
 _PI0_BASE = "gs://openpi-assets/checkpoints/pi0_base"
 _STEPS = 50_000
 
-_AGENT = ACRLPDConfig(
-    discount=0.999,
-    num_action_samples=4,
-    bc_loss_weight=0.05,
-    mc_steps=2000,
-    actor_warmup_steps=2000,
-    gate=0.3,
-    heed_agreement=True,
-)
-
 _ACRLPD = RLTrainConfig(
     name="acrlpd_aloha_fold",
     model=replace(get_preset("pi0"), horizon=20),
-    agent=_AGENT,
+    agent=ACRLPDConfig(
+        discount=0.999,
+        num_action_samples=4,
+        bc_loss_weight=0.05,
+        mc_steps=2000,
+        actor_warmup_steps=2000,
+        gate=0.3,
+        heed_agreement=True,
+    ),
     critic=replace(get_critic_preset("ten"), action_clip=4.0),
     init_weights=_PI0_BASE,
     data=DataConfig(robot="aloha", held_out=0.1),
@@ -82,46 +81,15 @@ _BC = RLTrainConfig(
     num_train_steps=20_000,
 )
 
-_RIPT = RLTrainConfig(
-    name="ript_aloha_transfer",
+_RIPT, _FLOW_PPO = on_policy(
+    replace(_BC, name="bc_aloha_transfer"),
+    discount=0.998,
     model=get_preset("pi0"),
-    agent=RIPTConfig(group_size=8, groups_per_iteration=16, max_attempts=3.0, epochs=2, flow_draws=4, accumulate=4),
     init_weights="gs://openpi-assets/checkpoints/pi0_aloha_sim",
-    freeze="vlm_frozen",
     data=DataConfig(robot="aloha_sim", cameras=(BASE_CAMERA,), asset_id="lerobot/aloha_sim_transfer_cube_human"),
     env=AlohaConfig(task="transfer"),
     rollout=RolloutConfig(backend="process", num_envs=16, num_workers=8, execute=10),
     evaluation=EvalConfig(interval=5, episodes=50),
-    policy_optimizer=AdamW(weight_decay=1e-4),
-    policy_schedule=CosineSchedule(warmup_steps=10, peak_lr=1e-5, decay_lr=1e-6, decay_steps=2000),
-    checkpoint=CheckpointConfig(save_interval=1, keep_period=None, keep_best=KeepBest()),
-    batch_size=128,
-    num_train_steps=30,
-    log_interval=1,
 )
 
-_FLOW_PPO = replace(
-    _RIPT,
-    name="flow_ppo_aloha_transfer",
-    agent=FlowPPOConfig(group_size=8, groups_per_iteration=16, discount=0.998, bootstrap_timeouts=False, accumulate=4),
-    critic=get_critic_preset("pair"),
-    policy_schedule=ConstantSchedule(lr=5e-6, warmup_steps=10),
-    critic_schedule=ConstantSchedule(lr=1e-4),
-)
-
-_LORA = replace(get_preset("pi0_lora"), horizon=20)
-
-RECIPES = (
-    _ACRLPD,
-    replace(
-        _ACRLPD,
-        name="acrlpd_aloha_fold_lora",
-        model=_LORA,
-        agent=replace(_AGENT, policy_ema_decay=None),
-        batch_size=16,
-    ),
-    _BC,
-    _RIPT,
-    _FLOW_PPO,
-    replace(_BC, name="bc_aloha_fold_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
-)
+RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, _RIPT, _FLOW_PPO, with_adapters(_BC))

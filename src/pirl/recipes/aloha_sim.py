@@ -22,25 +22,21 @@ actor imitates for as long. The VLM trains in imitation and is frozen afterwards
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import BCConfig, DSRLConfig, FilteredConfig, RECAPConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import AlohaConfig
 from pirl.models.config import get_preset
-from pirl.models.critic_config import CriticConfig
 from pirl.names import CAMERAS
+from pirl.recipes.families import SMALL_CRITIC, derive, improved, in_groups
 from pirl.rollout.config import EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
-
-_DISCOUNT = 0.995
+from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule
 
 _BC = RLTrainConfig(
     name="bc_aloha_transfer_small",
     model=replace(get_preset("pi0_mini"), cameras=CAMERAS, image_size=99),
     agent=BCConfig(augment=False, flow_draws=4, mask_padding=True, ema_decay=0.998),
-    critic=CriticConfig(
-        num_critics=4, hidden=(256, 256, 256), action_clip=4.0, pool_width=256, pool_heads=4, embedding_width=256
-    ),
+    critic=SMALL_CRITIC,
     data=DataConfig(
         repo_ids=("demos/aloha_transfer",),
         robot="aloha_sim",
@@ -67,79 +63,13 @@ _BC = RLTrainConfig(
     log_interval=100,
 )
 
-_ACRLPD = replace(
+_ACRLPD = improved(_BC, discount=0.995, steps=3000)
+
+RECIPES = (
     _BC,
-    name="acrlpd_aloha_transfer_small",
-    agent=ACRLPDConfig(
-        discount=_DISCOUNT,
-        num_action_samples=4,
-        flow_steps=5,
-        flow_draws=4,
-        target_ess=0.3,
-        bc_loss_weight=0.0,
-        target_update_rate=0.01,
-        mc_steps=500,
-        actor_warmup_steps=500,
-        augment=False,
-        policy_ema_decay=0.998,
-    ),
-    freeze="vlm_frozen",
-    policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=3e-4, decay_steps=3000, decay_lr=1e-5),
-    critic_schedule=ConstantSchedule(lr=5e-4),
-    evaluation=EvalConfig(interval=1500, episodes=64),
-    checkpoint=CheckpointConfig(save_interval=1500, keep_period=None),
-    num_train_steps=3000,
-)
-
-_FILTERED = replace(
     _ACRLPD,
-    name="filtered_aloha_transfer_small",
-    agent=FilteredConfig(
-        discount=_DISCOUNT, share=0.3, flow_draws=4, mask_padding=True, augment=False, ema_decay=0.998
-    ),
+    derive(_ACRLPD, FilteredConfig, share=0.3, mask_padding=True),
+    derive(_ACRLPD, RECAPConfig, positive_share=0.3),
+    derive(_ACRLPD, DSRLConfig),
+    in_groups(_BC, groups=24, workers=12, iterations=15, updates=400),
 )
-
-_RECAP = replace(
-    _ACRLPD,
-    name="recap_aloha_transfer_small",
-    agent=RECAPConfig(
-        discount=_DISCOUNT,
-        positive_share=0.3,
-        value_warmup_steps=500,
-        flow_draws=4,
-        augment=False,
-        policy_ema_decay=0.998,
-    ),
-)
-
-_DSRL = replace(
-    _ACRLPD,
-    name="dsrl_aloha_transfer_small",
-    agent=DSRLConfig(
-        discount=_DISCOUNT,
-        num_action_samples=4,
-        flow_steps=5,
-        q_aggregation="min",
-        target_update_rate=0.01,
-        mc_steps=500,
-        actor_warmup_steps=500,
-        augment=False,
-    ),
-    freeze=None,
-    policy_schedule=ConstantSchedule(lr=5e-4),
-)
-
-_RIPT = replace(
-    _BC,
-    name="ript_aloha_transfer_small",
-    agent=RIPTConfig(group_size=8, groups_per_iteration=24, max_attempts=1.5, epochs=2, flow_draws=4),
-    freeze="vlm_frozen",
-    rollout=RolloutConfig(backend="process", num_envs=192, num_workers=12, flow_steps=5),
-    evaluation=EvalConfig(interval=5, episodes=64),
-    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=1e-4, decay_steps=400, decay_lr=1e-5),
-    checkpoint=CheckpointConfig(save_interval=5, keep_period=None),
-    num_train_steps=15,
-    log_interval=1,
-)
-
-RECIPES = (_BC, _ACRLPD, _FILTERED, _RECAP, _DSRL, _RIPT)

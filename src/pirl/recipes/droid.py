@@ -27,19 +27,18 @@ from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
+from pirl.recipes.families import with_adapters
 from pirl.training.config import AdamW, CosineSchedule
 
 _PI05_DROID = "gs://openpi-assets/checkpoints/pi05_droid"
 _STEPS = 30_000
 
-_AGENT = ACRLPDConfig(
-    discount=0.998, num_action_samples=8, mc_steps=2000, actor_warmup_steps=2000, gate=0.3, heed_agreement=True
-)
-
 _ACRLPD = RLTrainConfig(
     name="acrlpd_droid",
     model=replace(get_preset("pi05"), horizon=15),
-    agent=_AGENT,
+    agent=ACRLPDConfig(
+        discount=0.998, num_action_samples=8, mc_steps=2000, actor_warmup_steps=2000, gate=0.3, heed_agreement=True
+    ),
     critic=replace(get_critic_preset("ten"), action_clip=2.0),
     init_weights=_PI05_DROID,
     data=DataConfig(robot="droid", asset_id="droid", critic_horizon=8, held_out=0.1),
@@ -59,17 +58,4 @@ _BC = RLTrainConfig(
     num_train_steps=20_000,
 )
 
-_LORA = replace(get_preset("pi05_lora"), horizon=15)
-
-RECIPES = (
-    _ACRLPD,
-    replace(
-        _ACRLPD,
-        name="acrlpd_droid_lora",
-        model=_LORA,
-        agent=replace(_AGENT, policy_ema_decay=None),
-        batch_size=16,
-    ),
-    _BC,
-    replace(_BC, name="bc_droid_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
-)
+RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, with_adapters(_BC))

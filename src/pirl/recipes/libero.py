@@ -39,14 +39,15 @@ reports 96.85 % on average for pi05_libero at 30,000 steps.
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, FlowPPOConfig, RIPTConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import LiberoConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
+from pirl.recipes.families import on_policy, with_adapters
 from pirl.rollout.config import CurriculumConfig, EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
+from pirl.training.config import AdamW, CosineSchedule
 
 _STEPS = 30_000
 
@@ -54,14 +55,12 @@ _DATA = DataConfig(
     repo_ids=("physical-intelligence/libero",), robot="libero", outcome="sparse_success", critic_horizon=5
 )
 
-_AGENT = ACRLPDConfig(
-    discount=0.998, num_action_samples=8, mc_steps=2000, actor_warmup_steps=2000, gate=0.3, heed_agreement=True
-)
-
 _ACRLPD = RLTrainConfig(
     name="acrlpd_libero",
     model=replace(get_preset("pi05"), horizon=10, discrete_state_input=False),
-    agent=_AGENT,
+    agent=ACRLPDConfig(
+        discount=0.998, num_action_samples=8, mc_steps=2000, actor_warmup_steps=2000, gate=0.3, heed_agreement=True
+    ),
     critic=replace(get_critic_preset("ten"), action_clip=2.0),
     init_weights="gs://openpi-assets/checkpoints/pi05_libero",
     data=replace(_DATA, held_out=0.1),
@@ -82,47 +81,15 @@ _BC = RLTrainConfig(
     num_train_steps=_STEPS,
 )
 
-_RIPT = replace(
-    _BC,
-    name="ript_libero_goal",
-    agent=RIPTConfig(group_size=8, groups_per_iteration=16, max_attempts=3.0, epochs=2, flow_draws=4, accumulate=4),
-    init_weights="gs://openpi-assets/checkpoints/pi05_libero",
-    freeze="vlm_frozen",
+_RIPT, _FLOW_PPO = on_policy(
+    replace(_BC, name="bc_libero_goal"),
+    discount=0.998,
+    init_weights=_ACRLPD.init_weights,
     data=replace(_DATA, repo_ids=(), asset_id="physical-intelligence/libero"),
     env=LiberoConfig(suite="libero_goal"),
     rollout=RolloutConfig(backend="process", num_envs=16, num_workers=8, execute=5),
     curriculum=CurriculumConfig(contexts=400, held_out=10),
     evaluation=EvalConfig(interval=5, episodes=100),
-    policy_optimizer=AdamW(weight_decay=1e-4),
-    policy_schedule=CosineSchedule(warmup_steps=10, peak_lr=1e-5, decay_lr=1e-6, decay_steps=2000),
-    checkpoint=CheckpointConfig(save_interval=1, keep_period=None, keep_best=KeepBest()),
-    batch_size=128,
-    num_train_steps=30,
-    log_interval=1,
 )
 
-_FLOW_PPO = replace(
-    _RIPT,
-    name="flow_ppo_libero_goal",
-    agent=FlowPPOConfig(group_size=8, groups_per_iteration=16, discount=0.998, bootstrap_timeouts=False, accumulate=4),
-    critic=get_critic_preset("pair"),
-    policy_schedule=ConstantSchedule(lr=5e-6, warmup_steps=10),
-    critic_schedule=ConstantSchedule(lr=1e-4),
-)
-
-_LORA = replace(get_preset("pi05_lora"), horizon=10, discrete_state_input=False)
-
-RECIPES = (
-    _ACRLPD,
-    replace(
-        _ACRLPD,
-        name="acrlpd_libero_lora",
-        model=_LORA,
-        agent=replace(_AGENT, policy_ema_decay=None),
-        batch_size=16,
-    ),
-    _BC,
-    _RIPT,
-    _FLOW_PPO,
-    replace(_BC, name="bc_libero_lora", model=_LORA, agent=BCConfig(ema_decay=None), batch_size=16),
-)
+RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, _RIPT, _FLOW_PPO, with_adapters(_BC))

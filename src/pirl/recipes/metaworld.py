@@ -31,19 +31,18 @@ tasks on the processor. Results: not run yet.
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import BCConfig, DSRLConfig, FilteredConfig, RECAPConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import MetaWorldConfig
 from pirl.models.config import get_preset
-from pirl.models.critic_config import CriticConfig
 from pirl.names import BASE_CAMERA, LEFT_WRIST_CAMERA
+from pirl.recipes.families import SMALL_CRITIC, derive, improved, in_groups
 from pirl.rollout.config import EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
+from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule
 
 _PIXELS = 99
 _CAMERAS = (BASE_CAMERA, LEFT_WRIST_CAMERA)
-_DISCOUNT = 0.99
 
 _BC = RLTrainConfig(
     name="bc_metaworld_mt10",
@@ -51,9 +50,7 @@ _BC = RLTrainConfig(
         get_preset("pi0_mini"), cameras=_CAMERAS, image_size=_PIXELS, action_dim=4, horizon=10, max_token_len=12
     ),
     agent=BCConfig(augment=False, flow_draws=4, ema_decay=0.998),
-    critic=CriticConfig(
-        num_critics=4, hidden=(256, 256, 256), action_clip=4.0, pool_width=256, pool_heads=4, embedding_width=256
-    ),
+    critic=SMALL_CRITIC,
     data=DataConfig(
         repo_ids=("demos/metaworld_mt10",),
         robot="metaworld",
@@ -73,77 +70,13 @@ _BC = RLTrainConfig(
     log_interval=100,
 )
 
-_ACRLPD = replace(
+_ACRLPD = improved(_BC, discount=0.99, steps=4000)
+
+RECIPES = (
     _BC,
-    name="acrlpd_metaworld_mt10",
-    agent=ACRLPDConfig(
-        discount=_DISCOUNT,
-        num_action_samples=4,
-        flow_steps=5,
-        flow_draws=4,
-        target_ess=0.3,
-        bc_loss_weight=0.0,
-        target_update_rate=0.01,
-        mc_steps=500,
-        actor_warmup_steps=500,
-        augment=False,
-        policy_ema_decay=0.998,
-    ),
-    freeze="vlm_frozen",
-    policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=3e-4, decay_steps=4000, decay_lr=1e-5),
-    critic_schedule=ConstantSchedule(lr=5e-4),
-    evaluation=EvalConfig(interval=2000, episodes=100),
-    checkpoint=CheckpointConfig(save_interval=2000, keep_period=None),
-    num_train_steps=4000,
-)
-
-_FILTERED = replace(
     _ACRLPD,
-    name="filtered_metaworld_mt10",
-    agent=FilteredConfig(discount=_DISCOUNT, share=0.25, flow_draws=4, augment=False, ema_decay=0.998),
+    derive(_ACRLPD, FilteredConfig, share=0.25),
+    derive(_ACRLPD, RECAPConfig, positive_share=0.3),
+    derive(_ACRLPD, DSRLConfig),
+    in_groups(_BC, groups=32, workers=16, iterations=20, updates=600),
 )
-
-_RECAP = replace(
-    _ACRLPD,
-    name="recap_metaworld_mt10",
-    agent=RECAPConfig(
-        discount=_DISCOUNT,
-        positive_share=0.3,
-        value_warmup_steps=500,
-        flow_draws=4,
-        augment=False,
-        policy_ema_decay=0.998,
-    ),
-)
-
-_DSRL = replace(
-    _ACRLPD,
-    name="dsrl_metaworld_mt10",
-    agent=DSRLConfig(
-        discount=_DISCOUNT,
-        num_action_samples=4,
-        flow_steps=5,
-        q_aggregation="min",
-        target_update_rate=0.01,
-        mc_steps=500,
-        actor_warmup_steps=500,
-        augment=False,
-    ),
-    freeze=None,
-    policy_schedule=ConstantSchedule(lr=5e-4),
-)
-
-_RIPT = replace(
-    _BC,
-    name="ript_metaworld_mt10",
-    agent=RIPTConfig(group_size=8, groups_per_iteration=32, max_attempts=1.5, epochs=2, flow_draws=4),
-    freeze="vlm_frozen",
-    rollout=RolloutConfig(backend="process", num_envs=256, num_workers=16, flow_steps=5),
-    evaluation=EvalConfig(interval=5, episodes=100),
-    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=1e-4, decay_steps=600, decay_lr=1e-5),
-    checkpoint=CheckpointConfig(save_interval=5, keep_period=None),
-    num_train_steps=20,
-    log_interval=1,
-)
-
-RECIPES = (_BC, _ACRLPD, _FILTERED, _RECAP, _DSRL, _RIPT)

@@ -41,6 +41,7 @@ from pirl.envs.config import TabletopConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
+from pirl.recipes.families import apply, derive
 from pirl.rollout.config import EvalConfig, OnlineConfig, RolloutConfig
 from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
 
@@ -91,16 +92,11 @@ _ACRLPD = replace(
     num_train_steps=1600,
 )
 
-_ONLINE = replace(
-    _ACRLPD,
-    name="acrlpd_tabletop_online",
-    online=OnlineConfig(start_step=400, episodes=128, updates_per_step=0.05),
-)
+_ONLINE = OnlineConfig(start_step=400, episodes=128, updates_per_step=0.05)
 
-_RIPT = replace(
+_RIPT = apply(
     _BC,
-    name="ript_tabletop",
-    agent=RIPTConfig(group_size=8, groups_per_iteration=48, max_attempts=1.0, epochs=2, advantage="std", flow_draws=2),
+    RIPTConfig(group_size=8, groups_per_iteration=48, max_attempts=1.0, epochs=2, advantage="std", flow_draws=2),
     freeze="vlm_frozen",
     rollout=RolloutConfig(num_envs=384, flow_steps=5),
     evaluation=EvalConfig(interval=5, episodes=400),
@@ -111,36 +107,9 @@ _RIPT = replace(
     log_interval=1,
 )
 
-_DAGGER = replace(
-    _ACRLPD,
-    name="dagger_tabletop",
-    agent=DAggerConfig(flow_draws=2, augment=False, ema_decay=0.98),
-    data=replace(_ACRLPD.data, takeover_window=4),
-)
-
-_FILTERED = replace(
-    _ACRLPD,
-    name="filtered_tabletop",
-    agent=FilteredConfig(discount=0.9, share=0.3, flow_draws=2, augment=False, ema_decay=0.98),
-)
-
-_RECAP = replace(
-    _ACRLPD,
-    name="recap_tabletop",
-    agent=RECAPConfig(
-        discount=0.9,
-        positive_share=0.3,
-        value_warmup_steps=300,
-        flow_draws=2,
-        augment=False,
-        policy_ema_decay=0.98,
-    ),
-)
-
-_FLOW_PPO = replace(
+_FLOW_PPO = apply(
     _RIPT,
-    name="flow_ppo_tabletop",
-    agent=FlowPPOConfig(
+    FlowPPOConfig(
         noise_level=0.7,
         group_size=8,
         groups_per_iteration=48,
@@ -155,86 +124,22 @@ _FLOW_PPO = replace(
     num_train_steps=40,
 )
 
-_CRITIC_NFT = replace(
-    _ACRLPD,
-    name="critic_nft_tabletop",
-    agent=CriticNFTConfig(
-        discount=0.9,
-        nft_beta=0.5,
-        old_rate=0.02,
-        num_action_samples=4,
-        flow_steps=4,
-        flow_draws=2,
-        target_update_rate=0.02,
-        actor_warmup_steps=300,
-        augment=False,
-        policy_ema_decay=0.98,
-    ),
-)
-
-_QC_FQL = replace(
-    _ACRLPD,
-    name="qc_fql_tabletop",
-    agent=QCFQLConfig(
-        discount=0.9,
-        num_action_samples=1,
-        flow_steps=5,
-        flow_draws=2,
-        target_update_rate=0.02,
-        actor_warmup_steps=300,
-        augment=False,
-        policy_ema_decay=0.98,
-    ),
-    rollout=replace(_BC.rollout, flow_steps=1),
-)
-
-_DSRL = replace(
-    _ACRLPD,
-    name="dsrl_tabletop",
-    agent=DSRLConfig(
-        discount=0.9,
-        num_action_samples=4,
-        flow_steps=5,
-        q_aggregation="min",
-        target_update_rate=0.02,
-        actor_warmup_steps=400,
-        actor_hidden=(128, 128),
-        augment=False,
-    ),
-    critic=replace(get_critic_preset("tiny"), action_clip=3.0),
-    freeze=None,
-    policy_schedule=ConstantSchedule(lr=1e-3),
-)
-
-_DSRL_ONLINE = replace(_DSRL, name="dsrl_tabletop_online", online=_ONLINE.online)
-
-_RL_TOKEN = replace(
-    _DSRL,
-    name="rl_token_tabletop",
-    agent=RLTokenConfig(
-        discount=0.9,
-        num_action_samples=4,
-        flow_steps=5,
-        q_aggregation="min",
-        target_update_rate=0.02,
-        actor_warmup_steps=400,
-        actor_hidden=(128, 128),
-        augment=False,
-    ),
-)
+_BESIDE = {"actor_warmup_steps": 400, "actor_hidden": (128, 128)}
+_CLIPPED = replace(_ACRLPD, critic=replace(_ACRLPD.critic, action_clip=3.0))
+_DSRL = derive(_CLIPPED, DSRLConfig, **_BESIDE)
 
 RECIPES = (
     _BC,
     _ACRLPD,
-    _ONLINE,
+    replace(_ACRLPD, name=f"{_ACRLPD.name}_online", online=_ONLINE),
     _RIPT,
-    _DAGGER,
-    _FILTERED,
-    _RECAP,
+    derive(replace(_ACRLPD, data=replace(_ACRLPD.data, takeover_window=4)), DAggerConfig),
+    derive(_ACRLPD, FilteredConfig, share=0.3),
+    derive(_ACRLPD, RECAPConfig, positive_share=0.3),
     _FLOW_PPO,
-    _CRITIC_NFT,
-    _QC_FQL,
+    derive(_ACRLPD, CriticNFTConfig, nft_beta=0.5, old_rate=0.02),
+    derive(_ACRLPD, QCFQLConfig),
     _DSRL,
-    _DSRL_ONLINE,
-    _RL_TOKEN,
+    replace(_DSRL, name=f"{_DSRL.name}_online", online=_ONLINE),
+    derive(_CLIPPED, RLTokenConfig, **_BESIDE),
 )

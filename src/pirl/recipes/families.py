@@ -1,0 +1,122 @@
+"""One task, many algorithms: what their recipes share is said once.
+
+A task states behaviour cloning and ACRLPD: its robot, its data and the numbers that follow from them. `derive` makes
+every other algorithm's recipe of these, `with_adapters` the one for a small card. What follows cloning in a simulator:
+`improved` and `in_groups` for small policies that started from nothing, `on_policy` for released ones.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from pirl.agents.agent_config import AgentConfig
+from pirl.agents.config import ACRLPDConfig, FlowPPOConfig, QCFQLConfig, RECAPConfig, RIPTConfig
+from pirl.config import RLTrainConfig
+from pirl.models.config import GEMMA_VARIANTS, Pi0Config
+from pirl.models.critic_config import CriticConfig, get_critic_preset
+from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule, KeepBest
+
+OF_THE_TASK = (
+    *("discount", "reward_low", "reward_high", "reward_once"),  # what an outcome is worth
+    *("mc_steps", "actor_warmup_steps", "gate", "target_update_rate"),  # how values are learned, and when they count
+    *("num_action_samples", "flow_steps", "flow_draws", "augment", "accumulate"),  # what a step costs
+)
+"""Settings that one algorithm on a task has no reason to choose differently from another."""
+
+SMALL_CRITIC = CriticConfig(
+    num_critics=4, hidden=(256, 256, 256), action_clip=4.0, pool_width=256, pool_heads=4, embedding_width=256
+)
+"""Four members for a π₀ of ten million parameters: histograms of the return, actions clipped at 4 deviations."""
+
+
+def apply(base: RLTrainConfig, agent: AgentConfig, **changes: Any) -> RLTrainConfig:
+    """The recipe of another algorithm on the task of `base`, under its name there."""
+    old, new = (kind.agent.partition(":")[0].rpartition(".")[2] for kind in (type(base.agent), type(agent)))
+    return replace(base, name=f"{new}_{base.name.removeprefix(f'{old}_')}", agent=agent, **changes)
+
+
+def derive(base: RLTrainConfig, kind: type[AgentConfig], **own: Any) -> RLTrainConfig:
+    """The same by the algorithm's kind: with the settings of `base` that belong to the task, then its own."""
+    agent, known = base.agent, {field.name for field in fields(kind)}
+    shared = {name: getattr(agent, name) for name in OF_THE_TASK if name in known and hasattr(agent, name)}
+    shared |= {name: agent.policy_ema for name in ("ema_decay", "policy_ema_decay") if name in known}
+    changes: dict[str, Any] = {}
+    if issubclass(kind, RECAPConfig):  # its condition waits for the value as an actor waits for the critic
+        shared["value_warmup_steps"] = getattr(agent, "actor_warmup_steps", 0)
+    if issubclass(kind, QCFQLConfig):  # the flow samples as before, the student in one step, one chunk for each state
+        shared |= {"flow_steps": base.rollout.flow_steps, "num_action_samples": 1}
+        changes["rollout"] = replace(base.rollout, flow_steps=1)
+    if kind.freezes_policy:  # a small actor learns as fast as a critic; what it starts must be what rollouts do
+        shared |= {"flow_steps": base.rollout.flow_steps, "q_aggregation": "min"}
+        changes |= {"freeze": None, "policy_schedule": base.critic_schedule}
+    return apply(base, kind(**shared | own), **changes)
+
+
+def with_adapters(base: RLTrainConfig) -> RLTrainConfig:
+    """The same for one card of 24 GB: adapters instead of all weights, no average of them, a small batch."""
+    assert isinstance(base.model, Pi0Config)
+    model = replace(base.model, vlm=GEMMA_VARIANTS["gemma_2b_lora"], expert=GEMMA_VARIANTS["gemma_300m_lora"])
+    return replace(base, name=f"{base.name}_lora", model=model, agent=base.agent.without_ema(), batch_size=16)
+
+
+def improved(bc: RLTrainConfig, *, discount: float, steps: int) -> RLTrainConfig:
+    """ACRLPD from a clone that was trained from scratch. Its VLM stays as it is: one prefix serves everything.
+
+    The critic learns the observed returns for 500 steps, and the actor imitates for as long.
+    """
+    own = {"num_action_samples": 4, "flow_steps": bc.rollout.flow_steps, "target_ess": 0.3, "bc_loss_weight": 0.0}
+    own |= {"target_update_rate": 0.01, "mc_steps": 500, "actor_warmup_steps": 500}
+    return replace(
+        _measured(derive(bc, ACRLPDConfig, discount=discount, **own), every=steps // 2),
+        freeze="vlm_frozen",
+        policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=3e-4, decay_steps=steps, decay_lr=1e-5),
+        critic_schedule=ConstantSchedule(lr=5e-4),
+        num_train_steps=steps,
+    )
+
+
+def in_groups(bc: RLTrainConfig, *, groups: int, workers: int, iterations: int, updates: int) -> RLTrainConfig:
+    """RIPT from the same clone, with its VLM as it is. All rollouts that an iteration needs run at once."""
+    agent = RIPTConfig(group_size=8, groups_per_iteration=groups, max_attempts=1.5, epochs=2, flow_draws=4)
+    return replace(
+        _measured(apply(bc, agent), every=5),
+        freeze="vlm_frozen",
+        rollout=replace(bc.rollout, num_envs=8 * groups, num_workers=workers),
+        policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=1e-4, decay_steps=updates, decay_lr=1e-5),
+        num_train_steps=iterations,
+        log_interval=1,
+    )
+
+
+def _measured(config: RLTrainConfig, *, every: int) -> RLTrainConfig:
+    """Evaluated and saved at the same steps."""
+    checkpoint, evaluation = replace(config.checkpoint, save_interval=every), config.evaluation
+    return replace(config, checkpoint=checkpoint, evaluation=evaluation and replace(evaluation, interval=every))
+
+
+def on_policy(bc: RLTrainConfig, *, discount: float, **task: Any) -> tuple[RLTrainConfig, RLTrainConfig]:
+    """RIPT and FlowPPO from a released policy in a simulator: 16 groups of 8 rollouts, only the action expert trains.
+
+    The same states, rollouts and trained weights for both; FlowPPO with πRL's rates, 5e-6 for the expert and 1e-4 for
+    the value.
+    """
+    sizes: dict[str, Any] = {"group_size": 8, "groups_per_iteration": 16, "accumulate": 4}
+    ript = apply(
+        bc,
+        RIPTConfig(max_attempts=3.0, epochs=2, flow_draws=4, **sizes),
+        freeze="vlm_frozen",
+        policy_optimizer=AdamW(weight_decay=1e-4),
+        policy_schedule=CosineSchedule(warmup_steps=10, peak_lr=1e-5, decay_lr=1e-6, decay_steps=2000),
+        checkpoint=CheckpointConfig(save_interval=1, keep_period=None, keep_best=KeepBest()),
+        batch_size=128,
+        num_train_steps=30,
+        log_interval=1,
+        **task,
+    )
+    ppo = apply(
+        ript,
+        FlowPPOConfig(discount=discount, bootstrap_timeouts=False, **sizes),
+        critic=get_critic_preset("pair"),
+        policy_schedule=ConstantSchedule(lr=5e-6, warmup_steps=10),
+        critic_schedule=ConstantSchedule(lr=1e-4),
+    )
+    return ript, ppo
