@@ -53,9 +53,9 @@ LOSSES = {
     "fpo": {},
     "raw": {"epochs": 1},
 }
-Groups = Literal["all", "accepted", "accepted, told"]
+Groups = Literal["all", "accepted", "accepted, scaled"]
 """Which groups are learned from. All that were rolled out; or those that are not all alike, out of four times as many,
-with the agent being told which share of them that was, or not."""
+with or without scaling the advantages by the share of accepted groups."""
 
 
 def observations(size: int) -> Observation:
@@ -97,7 +97,7 @@ def reward(setting: Setting, chunks):
     return (jnp.linalg.norm(chunks[:, 0] - MODES[0], axis=-1) < setting.radius).astype(jnp.float32)
 
 
-def rollouts(agent: RIPT, setting: Setting, rejects: bool, told, state, key):
+def rollouts(agent: RIPT, setting: Setting, rejects: bool, scaled, state, key):
     """Chunks with their advantages, as a batch; and what came of them."""
     tried = ATTEMPTS * GROUPS if rejects else GROUPS
     chunks = agent.act(state, observations(tried * SIZE), jax.random.split(key, tried * SIZE))
@@ -110,15 +110,15 @@ def rollouts(agent: RIPT, setting: Setting, rejects: bool, told, state, key):
         "executed": jnp.ones((GROUPS * SIZE, 1)),
         "advantage": ob.rloo(rewards)[first].reshape(-1),
         "weight": jnp.repeat(counts[first], SIZE),
-        "acceptance": jnp.where(told, counts.mean(), 1.0),
+        "acceptance": jnp.where(scaled, counts.mean(), 1.0),
     }
     return batch, {"success": rewards.mean(), "largest": jnp.abs(chunks).max()}
 
 
-def iteration(agent: RIPT, setting: Setting, rejects: bool, told, state, key):
+def iteration(agent: RIPT, setting: Setting, rejects: bool, scaled, state, key):
     """Roll out, compare within groups, update several times on what came of it."""
     act_key, key = jax.random.split(key)
-    batch, history = rollouts(agent, setting, rejects, told, state, act_key)
+    batch, history = rollouts(agent, setting, rejects, scaled, state, act_key)
 
     def update(number, carry):
         state, _ = carry
@@ -132,11 +132,11 @@ def iteration(agent: RIPT, setting: Setting, rejects: bool, told, state, key):
 
 @functools.cache
 def program(name: str, rejects: bool):
-    """All seeds at once: (weights, keys, setting, told) -> final success and spread, and what went on by iteration."""
+    """All seeds at once: (weights, keys, setting, scaled) -> final success and spread, and what went on by iteration."""
 
-    def run(weights, key, setting: Setting, told):
+    def run(weights, key, setting: Setting, scaled):
         agent = make(name, setting)
-        step = functools.partial(iteration, agent, setting, rejects, told)
+        step = functools.partial(iteration, agent, setting, rejects, scaled)
         state, history = jax.lax.scan(step, agent.init(key, weights), jax.random.split(key, ITERATIONS))
         chunks = agent.act(state, observations(4000), jax.random.split(key, 4000))
         near = jnp.linalg.norm(chunks[:, 0] - MODES[0], axis=-1) < 0.4
@@ -149,7 +149,7 @@ def program(name: str, rejects: bool):
 @functools.cache
 def trained(name: str, setting: Setting, groups: Groups = "all") -> dict[str, np.ndarray]:
     keys = jax.random.split(jax.random.key(1), SEEDS)
-    found = program(name, groups != "all")(cloned(), keys, setting, groups == "accepted, told")
+    found = program(name, groups != "all")(cloned(), keys, setting, groups == "accepted, scaled")
     return jax.tree.map(np.asarray, found)
 
 
@@ -169,9 +169,9 @@ def test_awr_survives_large_steps():
     assert np.all(trained("awr", HARSH)["final"] >= 0.9)
 
 
-def test_rejecting_groups_must_be_told():
+def test_rejecting_groups_needs_scaled_advantages():
     """Groups that are all alike held the policy: without them it unlearns a solved task, or the rest must pull less."""
-    assert np.all(trained("nft", HARSH, "accepted, told")["final"] >= 0.9)
+    assert np.all(trained("nft", HARSH, "accepted, scaled")["final"] >= 0.9)
     assert np.any(trained("nft", HARSH, "accepted")["final"] <= 0.5)
 
 
@@ -179,7 +179,7 @@ def table() -> str:
     """Final success of every loss, seed by seed."""
     lines = ["| loss | groups | benign | harsh | spread of the solution, benign / harsh |", "|---|---|---|---|---|"]
     rows = [(name, "all") for name in LOSSES]
-    rows += [("nft", "accepted"), ("nft", "accepted, told"), ("awr", "accepted"), ("filter", "accepted")]
+    rows += [("nft", "accepted"), ("nft", "accepted, scaled"), ("awr", "accepted"), ("filter", "accepted")]
     for name, groups in rows:
         runs = [trained(name, setting, groups) for setting in (BENIGN, HARSH)]
         rates = [" ".join(f"{x:.2f}" for x in run["final"]) for run in runs]
