@@ -1,11 +1,14 @@
 """A process ends with the one that started it, also where that one was killed."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 CHILD = """
 import os, signal, sys, time
@@ -60,3 +63,32 @@ def test_a_child_ends_with_its_parent() -> None:
 
 def test_a_stopped_child_ends_with_its_parent() -> None:
     assert sys.platform != "linux" or ends_with_parent("stopped")
+
+
+SCATTERED = """
+import ctypes
+import psutil
+from pirl.processes import return_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+mib = lambda: psutil.Process().memory_info().rss / 2**20
+before = mib()
+blocks = [libc.malloc(8192) for _ in range(12_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 8192)
+for number, block in enumerate(blocks):
+    if number % 100:  # what stays keeps the heap from shrinking at its end
+        libc.free(block)
+kept = mib() - before
+return_freed_memory()
+print(kept, mib() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed like this")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", SCATTERED], capture_output=True, text=True, check=True)
+    kept, after = map(float, done.stdout.split())
+    assert kept > 60
+    assert after < 20

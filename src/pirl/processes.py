@@ -1,4 +1,7 @@
-"""Processes that end with the one that started them, however that ends: also by `kill -9`, where no handler runs."""
+"""Processes that end with the one that started them, however that ends: also by `kill -9`, where no handler runs.
+
+And what a long-lived process owes the system: memory that it no longer uses.
+"""
 
 import contextlib
 import ctypes
@@ -27,6 +30,16 @@ def follow_parent() -> None:
 def end_with_parent(handle: int) -> None:
     """Watch a pipe or socket from a thread, and exit when its other end closes, whatever else this process does."""
     threading.Thread(target=_wait_and_exit, args=(handle,), name="pirl-parent", daemon=True).start()
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library is glibc; elsewhere nothing happens.
+
+    Compiling a step and writing a checkpoint allocate from many threads. glibc keeps what they free, gigabytes after a
+    compilation, and that grows: a trainer that used 0.2 GB held 2.4.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _wait_and_exit(handle: int) -> None:

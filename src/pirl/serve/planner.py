@@ -23,6 +23,7 @@ from pirl.models import flow
 from pirl.models.config import Pi0Config
 from pirl.models.observation import Observation
 from pirl.names import ACTIONS, IMAGE, IMAGE_MASK
+from pirl.processes import return_freed_memory
 from pirl.rollout.policy import row_keys
 from pirl.training import compiler
 from pirl.training.acting import Acting
@@ -104,6 +105,7 @@ class Planner:
                     program = jax.jit(act, compiler_options=dict(compiler.for_acting()) or None)
                     self._programs[size, real_time] = program.lower(self._state, self._key, *inputs).compile()
                 jax.block_until_ready(self._programs[size, real_time](self._state, self._key, *inputs))
+        return_freed_memory()
         return self
 
     def row(

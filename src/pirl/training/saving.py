@@ -5,6 +5,7 @@ from itertools import chain
 
 from pirl.agents.agent import Agent, TrainState
 from pirl.checkpoints.run import Checkpoints
+from pirl.processes import return_freed_memory
 from pirl.training.early_stop import Patience
 from pirl.training.interrupt import StopRequest
 from pirl.training.metrics import MetricLog, check_finite, check_state
@@ -35,6 +36,7 @@ class Saver:
         if not self.checkpoints.save(step, state, extra=position, metrics=values, weights=served):
             self.checkpoints.amend(step, position)  # the same weights, and more that was collected with them
         self.stream.prune(kept["stream"] for kept in chain([position], self.checkpoints.extras()))
+        return_freed_memory()
 
     def leave(self, state: TrainState, step: int, values: dict[str, float] | None) -> str:
         """Save before the end that was asked for, if there is time; what to say otherwise."""

@@ -15,6 +15,7 @@ from pirl.models.params import flatten
 from pirl.models.policy import Optimised
 from pirl.parallel.placement import batch_on
 from pirl.parallel.sharding import data_sharding, replicated, state_shardings
+from pirl.processes import return_freed_memory
 from pirl.training import compiler
 
 
@@ -68,6 +69,7 @@ class Step:
         changing, frozen = self._split(state)
         if not (program or self._compiled):
             self._say(self._ahead.result() if self._ahead else 0.0, self._compile(changing, frozen, batch, key))
+            return_freed_memory()
         changing, metrics = (program or self._program)(changing, frozen, batch, key)
         return jax.tree.unflatten(self._structure, self._joined(changing, frozen)), metrics
 
