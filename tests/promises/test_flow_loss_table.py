@@ -132,7 +132,7 @@ def iteration(agent: RIPT, setting: Setting, rejects: bool, scaled, state, key):
 
 @functools.cache
 def program(name: str, rejects: bool):
-    """All seeds at once: (weights, keys, setting, scaled) -> final success and spread, and what went on by iteration."""
+    """All seeds at once: (weights, keys, setting, scaled) -> final success and spread, and the history by iteration."""
 
     def run(weights, key, setting: Setting, scaled):
         agent = make(name, setting)
