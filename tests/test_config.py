@@ -65,7 +65,7 @@ def test_every_setting_is_explained() -> None:
         return found
 
     assert missing(RLTrainConfig, "config") == []
-    assert "  # Per environment step. A good start is" in to_yaml(DEBUG, comments=True)
+    assert "  # Discount per environment step. A good start is" in to_yaml(DEBUG, comments=True)
     assert "# Which weights train." in to_yaml(DEBUG, comments=True)
     assert "#" not in to_yaml(DEBUG)
 

@@ -74,7 +74,7 @@ class WatchdogConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where wandb and trackio file a run."""
+    """How wandb and trackio organise runs."""
 
     project: str = "pirl"
     """Project name."""
@@ -115,14 +115,14 @@ class RLTrainConfig(Checked):
     online: OnlineConfig | None = None
     """Off-policy algorithms (ACRLPD): also collect episodes with the current policy. None: offline training."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """Algorithms that roll out groups (RIPT): how to choose initial states."""
+    """Algorithms with rollout groups (RIPT): how to choose initial states."""
     evaluation: EvalConfig | None = None
     """Periodic evaluation in the environment. None: no evaluation."""
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
-    """Measuring on the episodes that `data.held_out` keeps apart; needs no environment."""
+    """Offline metrics on the episodes that `data.held_out` reserves; needs no environment."""
     eval_fn: str | None = None
-    """`module:function` to call at evaluation intervals with a `Snapshot`; its numbers are logged. The module must be
-    trusted by name: --trust MODULE."""
+    """`module:function` to call at evaluation intervals with a `Snapshot`; the metrics it returns are logged. The
+    module must be listed in --trust."""
     policy_optimizer: Optimizer = field(default_factory=AdamW)
     """The policy's optimizer."""
     policy_schedule: Schedule = field(default_factory=CosineSchedule)
@@ -138,7 +138,7 @@ class RLTrainConfig(Checked):
     batch_size: Count = 32
     """Chunks per step, across all devices and hosts."""
     num_train_steps: Count = 30_000
-    """Policy updates; for algorithms that roll out groups (RIPT), iterations of collecting and learning."""
+    """Policy updates; for algorithms with rollout groups (RIPT), iterations of collecting and training."""
     log_interval: Count = 100
     """Steps between log lines."""
     seed: Natural = 42
@@ -146,13 +146,13 @@ class RLTrainConfig(Checked):
     sinks: tuple[SinkName, ...] = ()
     """Services that also receive the metrics. A missing or offline service never fails a run."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Project, team, group and tags at wandb and trackio."""
+    """Project, team, group and tags in wandb and trackio."""
     early_stop: EarlyStop | None = None
     """Early stopping. None: train all steps."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     """Warns about stalls, dead gradients, collapsing success, growing memory and a full disk."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    """Going back to the last checkpoint, and on with less, after divergence or when a device's memory ran out."""
+    """Automatic restart from the last checkpoint after divergence or out of memory."""
     debug_nans: bool = False
     """Stop at the operation that produces the first NaN (jax_debug_nans). Slow."""
     log_memory: bool = False
@@ -248,7 +248,7 @@ class RLTrainConfig(Checked):
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Camera slots that are read, in the robot's order."""
+        """Camera slots to read, in the robot's order."""
         chosen = self.data.cameras
         return tuple(slot for slot in self.robot.cameras if chosen is None or slot in chosen)
 
@@ -345,7 +345,7 @@ class RLTrainConfig(Checked):
         yield from self.agent.problems(self)
 
     def _rollout_problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong between the algorithm and the environment it acts in."""
+        """Conflicts between the algorithm and its environment."""
         acts = {
             f"agent {tag(type(self.agent))}": self.agent.groups is not None,
             "online": self.online is not None,

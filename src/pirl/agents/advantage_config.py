@@ -1,4 +1,4 @@
-"""Settings of the algorithms that imitate by advantage or return: filtered imitation and RECAP. No jax here."""
+"""Settings of advantage- and return-based imitation: filtered imitation and RECAP. No jax here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,19 +11,19 @@ from pirl.search import Choice, Item, around
 
 @dataclass(frozen=True, kw_only=True)
 class FilteredConfig(AgentConfig):
-    """Filtered behaviour cloning: imitate the chunks with the best returns, the baseline for every other algorithm."""
+    """Filtered behaviour cloning: imitate the chunks with the highest returns. The baseline for all other methods."""
 
     agent: ClassVar[str] = "pirl.agents.filtered:Filtered"
     delays: ClassVar[bool] = True
 
     discount: Inside = 0.99
-    """Discount per environment step of the returns that are compared. Below 1, faster successes are better."""
+    """Discount per environment step of the compared returns. Below 1, faster successes rank higher."""
     share: Inside = 0.5
     """Share of the chunks to imitate."""
     flow_draws: Count = 1
-    """Points of the flow per chunk and step."""
+    """Flow-matching samples (t, noise) per chunk and step."""
     mask_padding: bool = False
-    """Leave steps behind the end of an episode and padded action dimensions out of the loss."""
+    """Mask steps after the end of an episode and padded action dimensions in the loss."""
     ema_decay: Decay | None = 0.99
     """EMA decay of the policy's weights, for acting and checkpoints; None turns it off."""
 
@@ -46,7 +46,7 @@ class FilteredConfig(AgentConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RECAPConfig(AgentConfig):
-    """RECAP (π*0.6): a value tells which chunks were better than usual, and the policy learns it as a condition."""
+    """RECAP (π*0.6): a value labels chunks by advantage, and the policy trains conditioned on the label."""
 
     agent: ClassVar[str] = "pirl.agents.recap:RECAP"
     delays: ClassVar[bool] = True
@@ -58,33 +58,35 @@ class RECAPConfig(AgentConfig):
     reward_high: float = 1.0
     """Largest reward of a step."""
     reward_once: bool = True
-    """Sparse rewards: at most one step of an episode pays anything. Bounds the values more tightly."""
+    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
     positive_share: Inside = 0.3
-    """Share of the chunks that count as better than usual."""
+    """Share of the chunks labelled better than usual."""
     condition_dropout: Decay = 0.1
     """Share of the unconditional branch in the loss."""
     guidance: NotNegative = 1.0
-    """Guidance scale when acting: 1 is the policy told "better than usual"; more extrapolates. OpenPI serves 1."""
+    """Guidance scale at inference: 1 conditions the policy on "better than usual"; larger values extrapolate. OpenPI
+    serves 1."""
     condition_rate: Positive = 20.0
-    """Learning rate of the condition, as a multiple of the policy's: it starts at zero and has to be heard."""
+    """Learning rate of the condition, as a multiple of the policy's. The condition starts at zero: at a low rate the
+    policy ignores it."""
     heed_corrections: bool = True
-    """Chunks that a person chose in place of the policy always count as better, and those in the `data.takeover_window`
-    steps before never do. Without LeRobot's column `intervention` it changes nothing."""
+    """Always label an operator's chunks better, and never those in the `data.takeover_window` steps before a takeover.
+    Has no effect without LeRobot's column `intervention`."""
     value_warmup_steps: Natural = 0
-    """For so many steps the policy is trained without the condition while the value learns."""
+    """Train the policy without the condition for this many steps, while the value trains."""
     flow_draws: Count = 1
-    """Points of the flow per chunk and step."""
+    """Flow-matching samples (t, noise) per chunk and step."""
     policy_ema_decay: Decay | None = 0.999
     """EMA decay of the policy and its condition, for acting and checkpoints; None turns it off."""
 
     @property
     def learns_values(self) -> bool:
-        """A value of observations."""
+        """A state value."""
         return True
 
     @property
     def heeds_corrections(self) -> bool:
-        """Where they decide what counts as better."""
+        """If they set the label."""
         return self.heed_corrections
 
     @property
@@ -102,11 +104,11 @@ class RECAPConfig(AgentConfig):
         return replace(self, policy_ema_decay=None)
 
     def small(self) -> "RECAPConfig":
-        """The condition is learned at once."""
+        """No value warm-up."""
         return replace(self, accumulate=min(self.parts, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
-        """What the settings say: the histogram ends there."""
+        """As configured; it is the range of the histogram."""
         return RewardRange(self.reward_low, self.reward_high, self.reward_once)
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:

@@ -1,4 +1,4 @@
-"""What every algorithm's settings say to the rest of pirl. No jax here."""
+"""The settings that every algorithm shares, and what they declare to the rest of pirl. No jax here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,105 +22,105 @@ class GroupPlan:
     epochs: int
     """Passes over the rollouts."""
     even: bool = False
-    """Whether all rollouts count the same, however many rows they have."""
+    """Whether every rollout has the same total weight, however many rows it has."""
     last_look: bool = False
-    """Whether the policy also notes something of the observation that an episode ended with that was cut off, such as
-    its value."""
+    """Whether the policy also notes something, such as a value, for the last observation of a truncated episode."""
 
 
 class RewardRange(NamedTuple):
-    """The rewards that bound an algorithm's values; targets beyond them are clipped."""
+    """The rewards that bound an algorithm's values; targets outside are clipped."""
 
     low: float
     """Smallest reward of a step."""
     high: float
     """Largest reward of a step."""
     once: bool
-    """Whether at most one step of an episode pays anything."""
+    """Whether at most one step of an episode has a non-zero reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig(Checked):
-    """The settings of an algorithm. Subclass it, name the algorithm in `agent`, and it is complete."""
+    """The settings of an algorithm. To add one, subclass it and name the algorithm in `agent`."""
 
     agent: ClassVar[str] = ""
-    """The algorithm's class, as `module:Class`. A name, so that settings are read without jax."""
+    """The algorithm's class, as `module:Class`: a name, so that settings load without jax."""
     replays: ClassVar[bool] = False
     """Whether it also learns from episodes that it collects (the `online` settings)."""
     freezes_policy: ClassVar[bool] = False
-    """Whether no weight of the policy trains, whatever `freeze` says."""
+    """Whether the policy is frozen, whatever `freeze` is."""
     delays: ClassVar[bool] = False
-    """Whether its flow loss heeds `real_time_delay`."""
+    """Whether its flow loss supports `real_time_delay`."""
 
     augment: bool = True
-    """Augment pictures (crop, rotate, colour jitter); all observations of a chunk alike."""
+    """Augment images (crop, rotation, colour jitter), identically for all observations of a chunk."""
     accumulate: Count | Auto = "auto"
     """Split each batch into this many parts to save memory; the gradient is that of the whole batch. auto: the fewest
-    that fit."""
+    parts that fit."""
     real_time_delay: Natural = 0
-    """Train for real-time chunking: the first d steps of each chunk are given without noise, and the loss is on the
-    others; d is 0 to this. The most steps that a robot executes while it waits for a chunk. 0: off. π₀ only."""
+    """Train for real-time chunking: the first d steps of each chunk are given without noise and the loss covers the
+    others, with d uniform from 0 to this. Set it to the most steps a robot executes while it waits for a chunk. 0: off.
+    π₀ only."""
 
     @classmethod
     def kinds(cls) -> tuple[type["AgentConfig"], ...]:
-        """Every algorithm's settings by name: pirl's own, then those of imported modules."""
+        """Settings of all algorithms: pirl's own by name, then those of imported modules."""
         import_module("pirl.agents.config")
         found = [kind for kind in _descendants(cls) if kind.agent]
         return tuple(sorted(found, key=lambda kind: (not kind.__module__.startswith("pirl."), kind.__name__)))
 
     @property
     def parts(self) -> int:
-        """Parts of each batch; 1 as long as `auto` is not decided."""
+        """Parts of each batch; 1 until `auto` is resolved."""
         return 1 if self.accumulate == "auto" else self.accumulate
 
     @property
     def learns_values(self) -> bool:
-        """Whether it learns values: its batches then carry next observations, and a run has a critic."""
+        """Whether it learns values: its batches then contain next observations, and the run has a critic."""
         return False
 
     @property
     def heeds_corrections(self) -> bool:
-        """Whether it asks who chose each action, a policy or a person: its batches then carry `acted_by`."""
+        """Whether it needs to know who chose each action, policy or operator: its batches then contain `acted_by`."""
         return False
 
     @property
     def chooses(self) -> bool:
-        """Whether it can choose among several candidate chunks when acting (best of N)."""
+        """Whether it supports best-of-N: selecting among candidate chunks when acting."""
         return False
 
     @property
     def only_chooses(self) -> bool:
-        """Whether what it learns shows only in its choice among candidates: plain samples act as before training."""
+        """Whether it improves only best-of-N selection: plain samples act as before training."""
         return False
 
     @property
     def one_step(self) -> bool:
-        """Whether its policy takes one Euler step from noise to chunk: with more it does not act as trained."""
+        """Whether its policy needs exactly one Euler step from noise to chunk."""
         return False
 
     @property
     def only_beside(self) -> bool:
-        """Whether what it learns stays beside the policy's weights: exported, they act as before training."""
+        """Whether its improvement is not in the policy's weights: exported, they act as before training."""
         return self.only_chooses
 
     @property
     def guided(self) -> bool:
-        """Whether its policy has a condition that acting may weigh, by the setting `guidance`."""
+        """Whether its policy has a condition with an inference-time scale, the setting `guidance`."""
         return False
 
     @property
     def uses_dataset(self) -> bool:
-        """Whether it learns from recorded chunks."""
+        """Whether it trains on recorded chunks."""
         return True
 
     @property
     def groups(self) -> GroupPlan | None:
-        """The rollouts of one iteration; None for algorithms that do not need any."""
+        """The rollouts of one iteration; None for algorithms without rollout groups."""
         return None
 
     @property
     def explores(self) -> bool:
-        """Whether it acts differently while it collects: by `Agent.explore`."""
+        """Whether it uses `Agent.explore` instead of `act` during collection."""
         return False
 
     @property
@@ -139,7 +139,7 @@ class AgentConfig(Checked):
         return None
 
     def reward_range(self, run: Any) -> RewardRange | None:
-        """The rewards it can learn from; None if it clips nothing to what they allow."""
+        """The rewards it supports; None if its targets are not clipped."""
         return None
 
     @property
@@ -152,7 +152,7 @@ class AgentConfig(Checked):
         return self
 
     def small(self) -> "AgentConfig":
-        """The same settings for a debug run: same code paths, least work."""
+        """The same settings for a debug run: same code paths, minimal work."""
         return replace(self, accumulate=min(self.parts, 2))
 
     def quick(self) -> "AgentConfig":
@@ -160,7 +160,7 @@ class AgentConfig(Checked):
         return self
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Conflicts with the rest of a run's configuration, as (what is wrong, what to do)."""
+        """Conflicts with the rest of a run's configuration, as pairs of problem and fix."""
         return iter(())
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:

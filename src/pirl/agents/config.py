@@ -39,12 +39,12 @@ class BCConfig(AgentConfig):
     delays: ClassVar[bool] = True
 
     flow_draws: Count = 1
-    """Points of the flow per chunk and step. More cost little: the prefix is shared."""
+    """Flow-matching samples (t, noise) per chunk and step. Extra samples are cheap: they share the prefix."""
     mask_padding: bool = False
-    """Leave steps behind the end of an episode and padded action dimensions out of the loss. OpenPI averages over
-    them; masking changes the numbers, not the optimum."""
+    """Mask steps after the end of an episode and padded action dimensions in the loss. OpenPI averages over them;
+    masking changes the numbers, not the optimum."""
     ema_decay: Decay | None = 0.99
-    """Average the weights for acting and for checkpoints; None acts with the weights themselves."""
+    """EMA decay of the weights, for acting and checkpoints; None turns it off."""
 
     @property
     def policy_ema(self) -> float | None:
@@ -68,24 +68,24 @@ class BCConfig(AgentConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DAggerConfig(BCConfig):
-    """HG-DAgger: imitate demonstrations and a person's corrections, and not what they took over from."""
+    """HG-DAgger: imitate demonstrations and an operator's corrections, but not the policy's own actions."""
 
     agent: ClassVar[str] = "pirl.agents.dagger:DAgger"
 
     correction_weight: NotNegative = 3.0
-    """What a chunk that a person chose in place of the policy counts for; a demonstration counts 1. Corrections are few
-    and show what demonstrations do not."""
+    """Loss weight of chunks that an operator chose in place of the policy; demonstrations have 1. Corrections are rare
+    and cover states that demonstrations do not."""
     policy_weight: NotNegative = 0.0
-    """What the policy's own chunks count for, those in the `data.takeover_window` steps before a takeover excepted:
-    they count nothing. 0: pure HG-DAgger."""
+    """Loss weight of the policy's own chunks. Those in the `data.takeover_window` steps before a takeover always have
+    0. 0: pure HG-DAgger."""
 
     @property
     def heeds_corrections(self) -> bool:
-        """What each chunk counts for depends on who chose it."""
+        """The loss weight of a chunk depends on who chose it."""
         return True
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Weights of which nothing is left."""
+        """Both weights are zero."""
         if not self.correction_weight and not self.policy_weight:
             yield (
                 "agent.correction_weight and agent.policy_weight are 0: of what the robot recorded nothing is learned",
@@ -93,7 +93,7 @@ class DAggerConfig(BCConfig):
             )
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Learning rate, flow draws, EMA, and the weights."""
+        """Learning rate, flow draws, EMA and the weights."""
         yield "pi0_lr", around(run.policy_schedule)
         yield "agent.flow_draws", Choice(values=(1, 2, 4))
         yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))

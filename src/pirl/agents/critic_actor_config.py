@@ -11,25 +11,25 @@ from pirl.search import Choice, Item, Range, around
 
 @dataclass(frozen=True, kw_only=True)
 class CriticNFTConfig(QChunkingConfig):
-    """NFT on a critic: velocities move towards chunks the critic prefers and away from those it does not."""
+    """NFT on a critic: velocities move towards chunks with positive advantages and away from negative ones."""
 
     agent: ClassVar[str] = "pirl.agents.critic_nft:CriticNFT"
 
     nft_beta: Positive = 1.0
-    """β: the best velocity is v_old + A (u - v_old) / β, so a larger one moves less."""
+    """β: the optimal velocity is v_old + A (u - v_old) / β, so larger values take smaller steps."""
     old_rate: Share = 0.005
-    """How far v_old moves towards the policy in each update: the pace of the improvement, each step of which stays near
-    v_old. 0: a single step, from the policy that imitated."""
+    """EMA rate at which v_old follows the policy per update: the pace of improvement, each step of which stays near
+    v_old. 0: a single improvement step from the imitating policy."""
     advantage_quantile: Inside = 0.9
-    """Advantages are divided by this quantile of their size, then clipped to ±1."""
+    """Advantages are divided by this quantile of their absolute value, then clipped to ±1."""
     heed_agreement: bool = True
-    """Shrink all advantages by the share of them that the critics of the ensemble agree on."""
+    """Scale all advantages by the share of their variance that the ensemble agrees on."""
     bc_loss_weight: Share = 0.1
-    """λ: share of the actor's loss that imitates the data whatever the critic thinks. It is what holds the policy near
-    the data: below 0.05 velocities may run away, unless `old_rate` is 0."""
+    """λ: weight of pure imitation in the actor's loss. It keeps the policy near the data: below 0.05 velocities may
+    diverge, unless `old_rate` is 0."""
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Learning rate, β, the pace of v_old, share of imitation."""
+        """Learning rate, β, the rate of v_old, imitation weight."""
         yield "pi0_lr", around(run.policy_schedule)
         yield "agent.nft_beta", Range(low=0.5, high=4.0, log=True)
         yield "agent.old_rate", Choice(values=(0.0, 0.002, 0.005, 0.02))
@@ -38,7 +38,7 @@ class CriticNFTConfig(QChunkingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class QCFQLConfig(QChunkingConfig):
-    """QC-FQL: a flow imitates the data, a student takes its many steps in one and climbs the critic.
+    """QC-FQL: a flow imitates the data; a one-step student matches the flow and maximises the critic.
 
     The student acts, with `rollout.flow_steps` 1.
     """
@@ -46,14 +46,15 @@ class QCFQLConfig(QChunkingConfig):
     agent: ClassVar[str] = "pirl.agents.qc_fql:QCFQL"
 
     alpha: Positive = 1.0
-    """α: weight of the student's distance to the flow beside its value. Smaller trusts the critic further away from the
-    data. The most important setting; tune it."""
+    """α: weight of the student's distance to the flow relative to its value. Smaller values follow the critic further
+    away from the data. The most important setting; tune it."""
     normalise_q: bool = True
-    """Divide values by their mean size (FQL's `normalize_q_loss`), so that one α fits rewards of any scale."""
+    """Divide values by their mean absolute value (FQL's `normalize_q_loss`), so that one α fits rewards of any
+    scale."""
     num_action_samples: Count = 1
-    """N: student's chunks per observation, for its loss and for targets, which take the best of them. 1: QC-FQL."""
+    """N: chunks the student samples per observation, for its loss and for targets, which use the best. 1: QC-FQL."""
     flow_steps: Count = 10
-    """Euler steps of the flow that the student learns from."""
+    """Euler steps of the flow that the student distils."""
 
     @property
     def one_step(self) -> bool:
@@ -61,7 +62,7 @@ class QCFQLConfig(QChunkingConfig):
         return True
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Those of the critic, and a student that takes more than one step."""
+        """The critic's, and `rollout.flow_steps` other than 1."""
         yield from super().problems(run)
         if run.rollout.flow_steps != 1:
             yield (

@@ -1,4 +1,4 @@
-"""Settings of the algorithms that leave the policy as it is and learn something small beside it. No jax here."""
+"""Settings of the algorithms that train a small actor on a frozen policy. No jax here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pirl.search import Choice, Item, Range, around
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPolicyConfig(ChunkCriticConfig):
-    """A critic over action chunks and a small actor, beside a policy that never changes.
+    """A critic over action chunks and a small actor, on a frozen policy.
 
     The actor learns with `policy_optimizer` and `policy_schedule`, everything else with the critic's.
     """
@@ -19,19 +19,18 @@ class FrozenPolicyConfig(ChunkCriticConfig):
     freezes_policy: ClassVar[bool] = True
 
     num_action_samples: Count = 1
-    """N: chunks per observation that targets and the actor's loss are computed with; of several, targets take the best
-    by the critic."""
+    """N: chunks per observation for targets and the actor's loss; targets use the best by the critic."""
     actor_hidden: tuple[Count, ...] = (256, 256)
     """Widths of the actor's hidden layers."""
 
     @property
     def explores(self) -> bool:
-        """By noise in what the actor does."""
+        """By adding noise to the actor."""
         return True
 
     @property
     def only_beside(self) -> bool:
-        """The policy acts as before training."""
+        """The policy's weights act as before training."""
         return True
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
@@ -49,18 +48,18 @@ class DSRLConfig(FrozenPolicyConfig):
     agent: ClassVar[str] = "pirl.agents.dsrl:DSRL"
 
     noise_limit: Positive = 1.0
-    """Largest size of a number in the noise. The flow knows noise whose numbers have a root mean square near 1: where
-    all of them may be large at once, the actor goes where the flow never was."""
+    """Largest absolute value of the noise. The flow was trained on noise with a root mean square near 1: if all
+    dimensions may be large at once, the actor leaves its training distribution."""
     target_entropy: float = 0.0
-    """Entropy that the actor keeps, in nats per number of the noise. Even noise within a limit of 1 has 0.69, normal
-    noise 1.42."""
+    """Target entropy of the actor, in nats per dimension of the noise. Uniform noise within a limit of 1 has 0.69,
+    normal noise 1.42."""
     temperature_init: Positive = 0.02
-    """Weight of the entropy to begin with, as a share of the value range; it is adapted to `target_entropy`."""
+    """Initial weight of the entropy, as a share of the value range; it adapts to `target_entropy`."""
     prior_share: Share = 0.5
-    """Share of normal noise in what the critic over noise learns from; the rest is the actor's."""
+    """Share of normal noise in the training samples of the critic over noise; the rest comes from the actor."""
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Acting by another number of Euler steps than in training: noise would lead to other chunks."""
+        """Euler steps that differ between training and acting: the same noise would give other chunks."""
         yield from super().problems(run)
         if run.rollout.flow_steps != self.flow_steps:
             yield (
@@ -69,7 +68,7 @@ class DSRLConfig(FrozenPolicyConfig):
             )
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """What all of them search, and how far the actor leaves normal noise."""
+        """The shared settings, and how far the actor may deviate from normal noise."""
         yield from super().search(run)
         yield "agent.noise_limit", Range(low=0.5, high=2.0)
         yield "agent.target_entropy", Range(low=-1.0, high=0.5)
@@ -77,21 +76,21 @@ class DSRLConfig(FrozenPolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RLTokenConfig(FrozenPolicyConfig):
-    """RLT: a small actor edits the chunk of the frozen policy, from a learned read-out of its prefix."""
+    """RLT: a small actor edits the frozen policy's chunk, based on a learned readout of its prefix."""
 
     agent: ClassVar[str] = "pirl.agents.rl_token:RLToken"
 
     edit_limit: Positive = 0.5
-    """Largest edit of a number, in normalised actions."""
+    """Largest edit per dimension, in normalised actions."""
     edit_cost: NotNegative = 1.0
-    """β: what an edit of 1 in every number costs, as a share of the value range."""
+    """β: cost of an edit of 1 in every dimension, as a share of the value range."""
     reference_dropout: Share = 0.5
-    """How often the actor is shown zeros instead of the policy's chunk, so that it learns to see what to do."""
+    """How often the actor sees zeros instead of the policy's chunk, so that it must use the token."""
     exploration: NotNegative = 0.05
-    """Standard deviation of the noise on edits when collecting and in targets, in normalised actions."""
+    """Standard deviation of the noise on edits during collection and in targets, in normalised actions."""
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """What all of them search, and how far edits may go."""
+        """The shared settings, and the edit limits."""
         yield from super().search(run)
         yield "agent.edit_limit", Range(low=0.1, high=1.0)
         yield "agent.edit_cost", Range(low=0.1, high=10.0, log=True)

@@ -11,80 +11,80 @@ from pirl.ranges import Bounds, Count, Inside, Natural, NotNegative, Positive, S
 from pirl.search import Choice, Item, Range, around
 
 FlowPPOAlgorithm = Literal["ppo", "grpo"]
-"""Where advantages come from. `ppo`: a learned value and GAE, plan by plan. `grpo`: the other rollouts of the same
-initial state, one number for each rollout; no value."""
+"""Source of advantages. `ppo`: a learned value and GAE, per plan. `grpo`: the other rollouts of the same initial state,
+one advantage per rollout; no value."""
 
 Exploration = Literal["flow_sde", "flow_noise"]
-"""What makes sampling a flow random beyond its first noise. `flow_sde`: one step of each plan, drawn at random, is one
-of an SDE with the same marginals. `flow_noise`: noise of learned size at every step."""
+"""How sampling becomes stochastic beyond the initial noise. `flow_sde`: one randomly drawn step of each plan follows an
+SDE with the same marginals. `flow_noise`: noise of learned scale at every step."""
 
 Reduce = Literal["sum", "mean"]
-"""How the log-ratios of a plan's numbers become one. `sum`: the ratio of the plan. `mean`: the geometric mean of the
-numbers' ratios, which moves less and tolerates large chunks."""
+"""How to combine the log-ratios of a plan. `sum`: the ratio of the whole plan. `mean`: the geometric mean over its
+dimensions, which varies less and tolerates large chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowPPOConfig(AgentConfig):
-    """PPO or GRPO on a flow policy, with exact probabilities of the denoising path (πRL)."""
+    """PPO or GRPO on a flow policy, with exact likelihood ratios of the denoising path (πRL)."""
 
     agent: ClassVar[str] = "pirl.agents.flow_ppo:FlowPPO"
 
     algorithm: FlowPPOAlgorithm = "ppo"
-    """Where advantages come from: a value (ppo), or the other rollouts of a group (grpo)."""
+    """Source of advantages: a value (ppo), or the other rollouts of a group (grpo)."""
     exploration: Exploration = "flow_sde"
-    """How plans are made random while collecting. Evaluation and the served policy follow the ODE."""
+    """How plans become stochastic during collection. Evaluation and the served policy follow the ODE."""
     noise_level: Positive = 0.5
-    """Size of the noise of `flow_sde`: σ = noise_level √(t/(1-t))."""
+    """Scale of the noise of `flow_sde`: σ = noise_level √(t/(1-t))."""
     noise_low: Positive = 0.08
     """Smallest standard deviation of a step of `flow_noise`, in normalised actions."""
     noise_high: Positive = 0.16
     """Largest standard deviation of a step of `flow_noise`."""
     entropy_weight: NotNegative = 0.005
-    """Weight of the entropy bonus of `flow_noise`; the noise of `flow_sde` is given."""
+    """Weight of the entropy bonus of `flow_noise`; the noise of `flow_sde` is fixed."""
     group_size: Count = 8
-    """Rollouts of one initial state. `grpo` compares them; `ppo` needs no more than 1."""
+    """Rollouts of one initial state. `grpo` compares them; `ppo` works with 1."""
     groups_per_iteration: Count = 16
-    """Initial states of an iteration; for `grpo`, groups with mixed outcomes to learn from."""
+    """Initial states per iteration; for `grpo`, groups with mixed outcomes to train on."""
     max_attempts: Annotated[float, Bounds(low=1)] = 4.0
-    """`grpo`: groups that may be rolled out to find those, as a multiple of `groups_per_iteration`."""
+    """`grpo`: limit on the groups rolled out to find those, as a multiple of `groups_per_iteration`."""
     epochs: Count = 4
     """Passes over the rollouts of an iteration."""
     clip: Inside = 0.2
-    """How far the ratio may leave 1 before it stops counting."""
+    """Clip range of the ratio around 1."""
     reduce: Reduce = "sum"
-    """How the log-ratios of a plan's executed steps and real dimensions become one."""
+    """How to combine the log-ratios of a plan's executed steps and real dimensions."""
     kl_limit: Positive | None = 0.05
-    """Hold the policy until the next iteration once `ppo/kl`, its divergence from the policy that rolled out, is above
-    this; the value goes on with its passes. None never holds."""
+    """Stop updating the policy until the next iteration once `ppo/kl`, its divergence from the rollout policy, exceeds
+    this; the value keeps training. None: no limit."""
     advantage: GroupAdvantage = "rloo"
-    """`grpo`: what a rollout is compared with."""
+    """`grpo`: baseline of a rollout."""
     weigh: Weigh = "rows"
-    """Whether all plans count the same, or all rollouts."""
+    """Whether all plans or all rollouts have equal weight."""
     discount: Inside = 0.99
     """Discount per environment step (ppo)."""
     gae_lambda: Share = 0.95
     """λ of GAE, per plan: 0 trusts the value, 1 the returns."""
     standardise: bool = True
-    """Divide the advantages of an iteration by their standard deviation, and take their mean off (ppo)."""
+    """Standardise the advantages of an iteration to mean 0 and standard deviation 1 (ppo)."""
     bootstrap_timeouts: bool = True
-    """Count an episode that was cut off as worth what the value says of its last observation. False counts it as lost,
-    for tasks whose time limit is part of the task."""
+    """Bootstrap truncated episodes from the value of their last observation. False treats them as failures, for tasks
+    whose time limit is part of the task."""
     value_clip: Positive | None = 0.2
-    """How far a value may leave that of the rollout, for critics that regress (huber, mse); None does not clip."""
+    """Clip range of a value around the rollout's, for critics that regress (huber, mse); None turns clipping off."""
     value_warmup_steps: Natural = 0
-    """For so many updates only the value learns."""
+    """Updates that train only the value."""
     reward_low: float = 0.0
     """Smallest reward of a step; with `reward_high` and the discount it bounds the values (hl_gauss)."""
     reward_high: float = 1.0
     """Largest reward of a step."""
     reward_once: bool = True
-    """Sparse rewards: at most one step of an episode pays anything. Bounds the values more tightly."""
+    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
     bc_weight: NotNegative = 0.0
-    """Weight of imitation of demonstrations beside the rollouts; 0 needs no demonstrations."""
+    """Weight of an imitation loss on demonstrations; 0 needs no demonstrations."""
     flow_draws: Count = 1
-    """Points of the flow per demonstrated chunk."""
+    """Flow-matching samples (t, noise) per demonstrated chunk."""
     augment: bool = False
-    """Augment pictures. The policy rolled out on pictures as they are."""
+    """Augment images. Rollouts use unaugmented images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,12 +99,12 @@ class FlowPPOConfig(AgentConfig):
 
     @property
     def learns_values(self) -> bool:
-        """With `ppo`, a value of observations."""
+        """With `ppo`, a state value."""
         return self.algorithm == "ppo"
 
     @property
     def uses_dataset(self) -> bool:
-        """Only where demonstrations are imitated beside the rollouts."""
+        """Only with an imitation loss on demonstrations."""
         return self.bc_weight > 0
 
     @property
@@ -114,7 +114,7 @@ class FlowPPOConfig(AgentConfig):
 
     @property
     def groups(self) -> GroupPlan:
-        """The rollouts of one iteration; `ppo` learns from whatever came of them."""
+        """The rollouts of one iteration; `ppo` trains on all of them."""
         count, ppo = self.groups_per_iteration, self.algorithm == "ppo"
         return GroupPlan(
             size=self.group_size,
@@ -126,7 +126,7 @@ class FlowPPOConfig(AgentConfig):
         )
 
     def reward_range(self, run: Any) -> RewardRange | None:
-        """What the settings say: the histogram ends there."""
+        """As configured; it is the range of the histogram."""
         return RewardRange(self.reward_low, self.reward_high, self.reward_once) if self.learns_values else None
 
     def small(self) -> "FlowPPOConfig":
@@ -147,7 +147,7 @@ class FlowPPOConfig(AgentConfig):
         return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Demonstrations that are not there."""
+        """Missing demonstrations."""
         if self.bc_weight > 0 and not run.data.repo_ids:
             yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
 

@@ -12,9 +12,8 @@ from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Share
 from pirl.search import Choice, Item, Range, around
 
 Actor = Literal["awr", "distill", "best_of_n"]
-"""How the critic reaches the actor. `awr`: data chunks, weighted by their advantage. `distill`: the best of N
-candidates of the policy that training started from. `best_of_n`: not at all, the choice is made when acting
-(Q-chunking itself)."""
+"""How the critic improves the actor. `awr`: data chunks, weighted by their advantage. `distill`: the best of N
+candidates of the initial policy. `best_of_n`: not at all; the critic selects at inference (Q-chunking itself)."""
 
 CriticRows = Literal["all", "shares"]
 Members = Literal["all", "halves"]
@@ -23,62 +22,59 @@ Value = Literal["best_of_n", "expectile"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCriticConfig(AgentConfig):
-    """A critic over action chunks, learned by temporal differences, and when an actor listens to it."""
+    """A critic over action chunks, trained by temporal differences, and when the actor starts to use it."""
 
     replays: ClassVar[bool] = True
 
     discount: Inside = 0.99
-    """Per environment step. A good start is 1 - 1/(steps of a long episode)."""
+    """Discount per environment step. A good start is 1 - 1/(steps of a long episode)."""
     reward_low: float = 0.0
     """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
     reward_high: float = 1.0
     """Largest reward of a step."""
     reward_once: bool = True
-    """Sparse rewards: at most one step of an episode pays anything. Bounds the values more tightly."""
+    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
     num_action_samples: Count = 4
-    """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N acting."""
+    """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N at inference."""
     flow_steps: Count = 10
     """Euler steps per candidate."""
     value: Value = "best_of_n"
-    """What a state is worth, in targets and as the baseline of advantages. `best_of_n`: by the policy's candidates, the
-    best in targets, their mean in advantages. `expectile`: V(s), learned from the chunks in the data alone (IQL):
-    targets sample nothing, and no chunk counts that nobody executed."""
+    """State value in targets and as the baseline of advantages. `best_of_n`: from the policy's candidates, their
+    maximum in targets and their mean in advantages. `expectile`: V(s), learned from the data's chunks alone (IQL), so
+    targets need no samples and never use actions outside the data."""
     expectile: Inside = 0.7
-    """τ of V and of the partial critic. 0.5: what chunks in the data are worth on average; towards 1: the best of
-    them."""
+    """τ of V and of the partial critic. 0.5: the mean value of chunks in the data; towards 1: their maximum."""
     partial_horizon: Count | None = None
-    """Choose and weigh chunks by their first so many steps, those that are executed, with a partial critic that learns
-    from the one over `data.critic_horizon` steps (DQC). Values travel by long chunks, decisions need only the short
+    """Select and weight chunks by their first so many steps (those that are executed), with a partial critic distilled
+    from the one over `data.critic_horizon` steps (DQC): values propagate over long chunks, while decisions use short
     ones. None: one critic does both."""
     q_aggregation: Aggregation = "mean"
-    """How the target critics' values become one."""
+    """How to aggregate the target critics' values."""
     target_update_rate: Share = 0.005
     """τ: how far the target critic moves towards the critic in each update."""
     critic_updates: Count = 1
-    """Critic updates per actor update (update-to-data ratio), on features that are computed once."""
+    """Critic updates per actor update (update-to-data ratio), on features computed once."""
     critic_rows: CriticRows = "all"
-    """What each of them learns from. `all`: the whole batch, again. `shares`: a share of its own, so that no row is
-    learned from twice; `batch_size` is then that of the critic's updates times their number."""
+    """Rows of each critic update. `all`: the whole batch every time. `shares`: disjoint shares, so that no row is used
+    twice; `batch_size` is then the critic's batch size times the number of updates."""
     members: Members = "all"
-    """The episodes that each critic of the ensemble learns from. `halves`: half of them, and each bootstraps from
-    itself: critics then differ by what chance did to their episodes. Those that learn from the same ones agree, also
-    where outcomes are noise."""
+    """Episodes that each critic of the ensemble trains on. `halves`: half of them, each critic with its own bootstrap
+    targets, so that their errors are independent. With `all` critics agree even on noise."""
     mc_steps: Natural = 0
-    """For so many steps the critic learns the observed returns themselves (Monte Carlo), then bootstrapped targets. It
-    starts at the data's values instead of at nothing. Chunks whose return nobody knows are bootstrapped throughout."""
+    """For this many steps the critic regresses observed (Monte Carlo) returns, then bootstrapped targets, so that its
+    values start at the data's. Chunks with unknown returns always bootstrap."""
     actor_warmup_steps: Natural = 0
-    """For so many steps the actor does not listen to the critic, which learns alone. It imitates the data; beside a
-    frozen policy it stays as it began."""
+    """For this many steps only the critic trains on RL targets. The actor imitates the data; on a frozen policy it
+    stays at its initialisation."""
     gate: Share | None = None
-    """The actor listens to the critic while the rank correlation of values and returns on held-out episodes is above
-    this, and above what chance allows; until then it is as in `actor_warmup_steps`. None: after those, whatever the
-    critic knows."""
+    """The actor uses the critic only while the rank correlation of values and returns on held-out episodes is above
+    this and above chance; otherwise it behaves as during `actor_warmup_steps`. None: no gate, only the warm-up."""
     calql_weight: float = 0.0
-    """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0 is off."""
+    """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0: off."""
     clip_targets: bool = True
-    """Clip targets to the returns that the rewards allow. Q-chunking does not; `hl_gauss` clips in any case."""
+    """Clip targets to the possible returns. Q-chunking does not; `hl_gauss` always clips."""
     critic_ema_decay: Decay | None = 0.99
-    """Average of the critic, for choosing among candidates when acting; None turns it off."""
+    """EMA decay of the critic, for best-of-N at inference; None turns it off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,13 +83,13 @@ class ChunkCriticConfig(AgentConfig):
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The critic's further values, by the steps they look at."""
+        """Extra value heads of the critic, with the number of steps each scores."""
         partial = () if self.partial_horizon is None else (self.partial_horizon,)
         return partial + ((0,) if self.value == "expectile" else ())
 
     @property
     def halved(self) -> bool:
-        """Does each critic learn from half of the episodes?"""
+        """Whether each critic trains on half of the episodes."""
         return self.members == "halves"
 
     @property
@@ -112,18 +108,18 @@ class ChunkCriticConfig(AgentConfig):
         return self.critic_ema_decay
 
     def small(self) -> "ChunkCriticConfig":
-        """The actor starts at once."""
+        """No warm-up of the actor."""
         small = replace(self, accumulate=min(self.parts, 2), gate=None, mc_steps=min(self.mc_steps, 2))
         return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
-        """What the settings say; without `clip_targets`, regression clips nothing."""
+        """As configured; without `clip_targets`, regression clips nothing."""
         clips = self.clip_targets or run.critic.loss == "hl_gauss"
         return RewardRange(self.reward_low, self.reward_high, self.reward_once) if clips else None
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Shares that do not divide the batch, a partial critic that is not one, a gate that nothing opens, rewards out
-        of range, failures that pay.
+        """Shares that do not divide the batch, an invalid partial critic, a gate without held-out episodes, rewards out
+        of range, failures with a positive reward.
         """
         if self.partial_horizon is not None and self.partial_horizon >= run.critic_horizon:
             yield (
@@ -175,14 +171,14 @@ class ChunkCriticConfig(AgentConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class QChunkingConfig(ChunkCriticConfig):
-    """The same, with a policy that learns by flow matching: what ACRLPD and its relatives share."""
+    """A chunk critic with a flow-matching policy: the settings that ACRLPD and its relatives share."""
 
     flow_draws: Count = 1
-    """Points of the flow per chunk and step."""
+    """Flow-matching samples (t, noise) per chunk and step."""
     flow_times: FlowTimes = "beta"
-    """How flow times are drawn: OpenPI's way (beta) or Q-chunking's (uniform)."""
+    """Distribution of flow times: OpenPI's (beta) or Q-chunking's (uniform)."""
     policy_ema_decay: Decay | None = 0.999
-    """Average of the policy, for acting, targets and checkpoints; None turns it off."""
+    """EMA decay of the policy, for acting, targets and checkpoints; None turns it off."""
 
     @property
     def policy_ema(self) -> float | None:
@@ -196,53 +192,53 @@ class QChunkingConfig(ChunkCriticConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ACRLPDConfig(QChunkingConfig):
-    """Q-chunking on a flow policy: a critic over action chunks, and an actor that takes its advice into the weights."""
+    """Q-chunking on a flow policy: a critic over action chunks, and an actor trained towards higher values."""
 
     agent: ClassVar[str] = "pirl.agents.acrlpd:ACRLPD"
     delays: ClassVar[bool] = True
 
     actor: Actor = "awr"
-    """How the critic reaches the actor."""
+    """How the critic improves the actor."""
     target_ess: Inside = 0.4
-    """Effective sample size of the advantage weights, as a share of the batch; the temperature β is adapted to it.
+    """Target effective sample size of the advantage weights, as a share of the batch; the temperature β adapts to it.
     0.3 to 0.5 works."""
     members: Members = "halves"
-    """The episodes that each critic of the ensemble learns from. `halves`: half of them, and each bootstraps from
-    itself: critics then differ by what chance did to their episodes. `all`: critics agree, also where outcomes are
-    noise. Only `awr` weighs by agreement: with the other actors all learn from all."""
+    """Episodes that each critic of the ensemble trains on. `halves`: half of them, each critic with its own bootstrap
+    targets, so that their errors are independent. `all`: critics agree even on noise. Only `awr` uses agreement: with
+    the other actors every critic trains on all episodes."""
     heed_agreement: bool = True
-    """Raise `target_ess` towards 1, where all samples count the same, as far as the critics of the ensemble disagree
-    about the advantages. With `members` all they hardly ever do."""
+    """Raise `target_ess` towards 1 (uniform weights) as the ensemble disagrees on the advantages. With `members all`
+    the ensemble rarely disagrees."""
     scale_by_state: bool = False
-    """Measure advantages by the spread of the candidates' values at s: one temperature then fits early decisions, which
-    change the value by little, and late ones."""
+    """Divide advantages by the spread of the candidates' values at s, so that one temperature fits both early
+    decisions, which change the value little, and late ones."""
     beta_init: float = 0.1
-    """Temperature to start with, as a share of the value range."""
+    """Initial temperature, as a share of the value range."""
     weight_cap: float = 20.0
     """Largest advantage weight."""
     bc_loss_weight: Share = 0.1
-    """Share of the actor's loss that imitates the data whatever the critic thinks."""
+    """Weight of pure imitation in the actor's loss, independent of the critic."""
     correction_weight: NotNegative | None = None
-    """Smallest weight of imitating a chunk that a person chose in place of the policy, whatever the critic thinks; the
-    mean weight of a chunk is 1. None: corrections are data like any other."""
+    """Lower bound on the imitation weight of chunks that an operator chose in place of the policy; the mean weight is
+    1. None: corrections are ordinary data."""
 
     @property
     def heeds_corrections(self) -> bool:
-        """Where they have a weight of their own."""
+        """If they have their own weight."""
         return self.correction_weight is not None
 
     @property
     def halved(self) -> bool:
-        """Where what the critics agree on matters."""
+        """If the actor uses agreement."""
         return super().halved and self.actor == "awr"
 
     @property
     def only_chooses(self) -> bool:
-        """Where the actor does not listen to the critic."""
+        """If the actor ignores the critic."""
         return self.actor == "best_of_n"
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
-        """Learning rate, discount, update-to-data ratio, and what steers the actor."""
+        """Learning rate, discount, update-to-data ratio, and the actor's own settings."""
         learns = not self.only_chooses
         yield ("pi0_lr", around(run.policy_schedule)) if learns else ("critic_lr", around(run.critic_schedule))
         # A discount is felt by its distance to 1: half and twice the time it looks ahead.

@@ -1,4 +1,4 @@
-"""Settings of the algorithms that learn from groups of their own rollouts. No jax here."""
+"""Settings of the algorithms that train on groups of their own rollouts. No jax here."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,25 +11,25 @@ from pirl.ranges import Bounds, Count, Decay, Inside, NotNegative, Positive
 from pirl.search import Choice, Item, Range, around
 
 GroupLoss = Literal["nft", "awr", "filter", "cfg", "fpo", "raw"]
-"""How advantages of rollouts reach the policy. `nft`: towards what did well, away from what did badly, held near the
-policy that rolled out. `awr`: imitation of rollouts, weighted by their advantage. `filter`: imitation of the better
-ones alone. `cfg`: a condition that means "better than its group". `fpo`: clipped ratios, as PPO. `raw`: the flow loss
-times the advantage, for ablations."""
+"""How advantages of rollouts enter the policy loss. `nft`: towards good rollouts and away from bad ones, regularised
+towards the rollout policy. `awr`: imitation weighted by advantage. `filter`: imitation of the better rollouts. `cfg`: a
+condition that means "better than its group". `fpo`: clipped ratios, as in PPO. `raw`: the flow loss times the
+advantage, for ablations."""
 
 GroupAdvantage = Literal["rloo", "std"]
-"""What a rollout is compared with: `rloo`, the mean of the others of its group. `std`: the mean of its group, in
-standard deviations."""
+"""Baseline of a rollout. `rloo`: the mean of the other rollouts of its group. `std`: the mean of the group, in standard
+deviations."""
 
 Accept = Literal["mixed", "all"]
-"""Which groups to learn from."""
+"""Which groups to train on."""
 
 Weigh = Literal["rows", "rollouts"]
-"""What counts the same. `rows`: every chunk. `rollouts`: every rollout, so that a failure that takes three times as
-long as a success does not count three times as much."""
+"""Unit of equal weight. `rows`: every chunk. `rollouts`: every rollout, so that a failure three times as long as a
+success does not have three times its weight."""
 
 NFTScale = Literal["clip", "largest"]
-"""How advantages come to lie in [-1, 1], as `nft` needs them. `clip`: what is beyond is cut off. `largest`: all are
-divided by the largest that a group can have, as DiffusionNFT does: 1 with rloo, √(K-1) with std."""
+"""How advantages are scaled to [-1, 1], as `nft` requires. `clip`: clip them. `largest`: divide all by the largest
+possible advantage of a group, as DiffusionNFT does: 1 with rloo, √(K-1) with std."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,49 +39,49 @@ class RIPTConfig(AgentConfig):
     agent: ClassVar[str] = "pirl.agents.ript:RIPT"
 
     loss: GroupLoss = "nft"
-    """How advantages reach the policy."""
+    """How advantages enter the policy loss."""
     group_size: Annotated[int, Bounds(low=2)] = 8
     """K: rollouts of one initial state. Their mean is the baseline."""
     groups_per_iteration: Count = 16
-    """Groups to learn from in each iteration; groups in which all rollouts are worth the same do not count."""
+    """Groups to train on per iteration; groups with equal rewards do not count."""
     accept: Accept = "mixed"
-    """Groups to learn from. mixed: those whose rollouts are not all worth the same. all: also the others, whose
-    advantages are zero; for tests with policies that never succeed, as in `--debug`."""
+    """Groups to train on. mixed: those with unequal rewards. all: also the others, whose advantages are zero; for tests
+    with policies that never succeed, as in `--debug`."""
     max_attempts: Annotated[float, Bounds(low=1)] = 4.0
-    """Groups that may be rolled out to find those, as a multiple of `groups_per_iteration`; then the iteration goes on
-    with what it has."""
+    """Limit on the groups rolled out to find those, as a multiple of `groups_per_iteration`; the iteration then
+    continues with the groups it has."""
     epochs: Count = 2
     """Passes over the rollouts of an iteration."""
     drift_limit: Positive | None = 0.02
-    """Go on to the next iteration once `ript/drift`, the mean squared distance of the velocities to those of the policy
-    that rolled out, is above this; None makes all passes."""
+    """End the iteration once `ript/drift`, the mean squared distance of the velocities to the rollout policy's, exceeds
+    this; None makes all passes."""
     advantage: GroupAdvantage = "rloo"
-    """What a rollout is compared with."""
+    """Baseline of a rollout."""
     weigh: Weigh = "rows"
-    """Whether all chunks count the same, or all rollouts."""
+    """Whether all chunks or all rollouts have equal weight."""
     nft_scale: NFTScale = "clip"
-    """Advantages beyond ±1 in `nft`: cut off, or all divided by the largest possible. rloo has none beyond. With std
-    and K = 8 a single success of a group has 2.65, and cut off it counts for as much as one of four."""
+    """How `nft` handles advantages beyond ±1: clip them, or divide all by the largest possible. With rloo none are
+    beyond. With std and K = 8, a single success of a group has 2.65: clipped, it has the same weight as one of four."""
     nft_beta: Positive = 1.0
-    """β of `nft`: the best velocity is v_old + A (u - v_old) / β, so a larger one moves less."""
+    """β of `nft`: the optimal velocity is v_old + A (u - v_old) / β, so larger values take smaller steps."""
     awr_beta: Positive = 0.5
     """Temperature of `awr`: smaller is greedier."""
     weight_cap: Annotated[float, Bounds(low=1)] = 20.0
-    """Largest weight of `awr`, before weights are divided by their mean."""
+    """Largest weight of `awr`, before normalisation by the mean."""
     fpo_clip: Inside = 0.05
-    """How far the ratio of `fpo` may leave 1 before it stops counting; 0.05 is FPO's own."""
+    """Clip range of `fpo`'s ratio around 1; 0.05 is FPO's own."""
     condition_dropout: Decay = 0.2
     """Share of the unconditional branch in the loss of `cfg`; 0.1 to 0.3 works."""
     guidance: NotNegative = 1.0
-    """Guidance scale of `cfg` when acting: 1 is the conditional policy, more extrapolates."""
+    """Guidance scale of `cfg` at inference: 1 is the conditional policy; larger values extrapolate."""
     bc_weight: NotNegative = 0.0
-    """Weight of imitation of demonstrations beside the rollouts; 0 needs no demonstrations."""
+    """Weight of an imitation loss on demonstrations; 0 needs no demonstrations."""
     flow_draws: Count = 4
-    """Points of the flow per chunk and step. More cost little: the prefix is shared."""
+    """Flow-matching samples (t, noise) per chunk and step. Extra samples are cheap: they share the prefix."""
     ema_decay: Decay | None = None
-    """Average the weights for acting and for checkpoints; None acts with the weights themselves."""
+    """EMA decay of the weights, for acting and checkpoints; None turns it off."""
     augment: bool = False
-    """Augment pictures. The policy rolled out on pictures as they are."""
+    """Augment images. Rollouts use unaugmented images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,12 +94,12 @@ class RIPTConfig(AgentConfig):
 
     @property
     def guided(self) -> bool:
-        """With the loss that has a condition."""
+        """With the loss `cfg`."""
         return self.loss == "cfg"
 
     @property
     def uses_dataset(self) -> bool:
-        """Only where demonstrations are imitated beside the rollouts."""
+        """Only with an imitation loss on demonstrations."""
         return self.bc_weight > 0
 
     @property
@@ -140,7 +140,7 @@ class RIPTConfig(AgentConfig):
         return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Demonstrations that are not there."""
+        """Missing demonstrations."""
         if self.bc_weight > 0 and not run.data.repo_ids:
             yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
 

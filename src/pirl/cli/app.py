@@ -29,7 +29,7 @@ VERBS = {
     "demo": "run the whole pipeline on a laptop: record, imitate, improve, evaluate, report",
     "train": "train a policy from a recipe or YAML file, with overrides",
     "tune": "search hyper-parameters with pruned trials",
-    "compare": "compare algorithms on equal terms, with intervals over seeds",
+    "compare": "compare algorithms under the same conditions, with intervals over seeds",
     "eval": "measure a checkpoint's success rate in its environment, with videos",
     "serve": "serve a checkpoint to robots over OpenPI's protocol",
     "report": "write one HTML page about one or several runs",

@@ -1,4 +1,4 @@
-"""`pirl compare`: algorithms on equal terms."""
+"""`pirl compare`: train and compare algorithms under the same conditions."""
 
 import argparse
 import re
@@ -10,16 +10,16 @@ from pirl.cli.tune import seconds
 
 NAME = "compare"
 HELP = """\
-Trains several algorithms on equal terms and compares them. Each algorithm and seed is one ordinary run, with the same
+Trains several algorithms under the same conditions and compares them. Each algorithm and seed is one run, with the same
 data, model, initial weights, batches and number of updates (or the same training time, --seconds), and is then
-evaluated on the recipe's test states. Without an environment, --metric names a metric of the log to compare.
+evaluated on the recipe's test states. Without an environment, --metric names a logged metric to compare.
 
---agents names kinds (`--agent.type`, such as BC or ACRLPD), or recipes whose algorithm has settings of its own. Other
-flags apply to the recipe and so to all runs, as in `pirl train`. Several recipes give one table each.
+--agents takes kinds (`--agent.type`, such as BC or ACRLPD), or recipes for algorithms with their own settings. Other
+flags change the recipe and so apply to all runs, as in `pirl train`. Several recipes give one table each.
 
 Writes compare/NAME: results.json, table.md with intervals over seeds, curves.html, and the runs. After an
-interruption or a crash, the same command continues and repeats nothing that is finished. More --agents or --seeds
-extend a comparison."""
+interruption or a crash, the same command continues and skips finished runs. More --agents or --seeds extend a
+comparison."""
 EXAMPLES = """\
 examples:
   pirl compare bc_tabletop --agents BC acrlpd_tabletop --seeds 0 1 2 --init-weights checkpoints/bc_tabletop/first/2400
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--agents", nargs="+", metavar="AGENT", help="kinds or recipes; differences are to the first")
-    add("--seeds", nargs="+", type=int, metavar="N", help="one run of every algorithm for each")
+    add("--agents", nargs="+", metavar="AGENT", help="kinds or recipes; the first is the reference")
+    add("--seeds", nargs="+", type=int, metavar="N", help="seeds: one run of every algorithm per seed")
     add("--name", metavar="NAME", help="name of the comparison (default: the recipe's)")
-    add("--out", type=Path, default=Path(NAME), metavar="DIR", help=f"where comparisons are kept (default {NAME})")
+    add("--out", type=Path, default=Path(NAME), metavar="DIR", help=f"folder of all comparisons (default {NAME})")
     add("--seconds", type=seconds, metavar="TIME", help="training time of each run instead of updates: 90s, 10m, 2h")
     add("--episodes", type=positive, default=400, metavar="N", help="test episodes of each run (default 400)")
-    add("--metric", metavar="NAME", help="compare the last value of this metric of the log; no evaluation")
+    add("--metric", metavar="NAME", help="compare the last value of this logged metric; no evaluation")
     add("--jobs", type=positive, default=1, metavar="N", help="parallel runs (default 1)")
 
 

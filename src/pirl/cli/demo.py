@@ -12,7 +12,7 @@ NAME = "demo"
 HELP = """\
 Runs the whole pipeline on the embedded tabletop with a π₀ of 270,000 parameters: records imperfect demonstrations as a
 LeRobot dataset, clones them, improves the clone offline with Q-chunking (ACRLPD) and then with group rollouts (RIPT),
-evaluates every policy on the same held-out initial states, and writes a report with films of before and after. Needs
+evaluates every policy on the same held-out initial states, and writes a report with videos of before and after. Needs
 two CPU cores and about ten minutes.
 
 Each stage is a pirl command, printed before it runs; use the same commands for your own robot. After an interruption,
@@ -22,7 +22,7 @@ examples:
   pirl demo
   pirl demo --folder /data/demo
   pirl demo --quick                     two minutes: every stage, but too few steps to learn much
-  pirl demo --robot                     the loop at a simulated robot instead: serve, correct, improve, compare"""
+  pirl demo --robot                     the improvement loop with a simulated robot: serve, correct, improve, compare"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Stage:
     seconds: int
     """Measured on two cores; used to estimate the time left."""
     resumable: bool = False
-    """Starts or goes on with `--resume auto`."""
+    """Whether the command supports `--resume auto`."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     for number, stage in enumerate(stages, 1):
         head = f"[{number}/{len(stages)}] {stage.title}"
         if stage not in missing:
-            print(f"{head}: is there already ({stage.product})")
+            print(f"{head}: done already ({stage.product})")
             continue
         left = sum(other.seconds for other in missing[missing.index(stage) :]) * pace
         command = [*stage.command, *(["--resume", "auto"] if stage.resumable else [])]
         print(f"\n{head}  (about {max(1, round(left / 60))} min left)\n$ pirl {shlex.join(command)}", flush=True)
         began = time.monotonic()
         if code := main(command):
-            print(f"\nstopped in stage {number}; the same command goes on from there")
+            print(f"\nstopped in stage {number}; the same command continues")
             return code
         pace = max(0.2, (time.monotonic() - began) / stage.seconds)
     print()

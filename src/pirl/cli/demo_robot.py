@@ -1,4 +1,4 @@
-"""`pirl demo --robot`: the loop at the robot, with a simulated one in a process of its own."""
+"""`pirl demo --robot`: the improvement loop, with a simulated robot in a separate process."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ GENERATIONS = 2
 
 
 def plan_loop(folder: Path, *, quick: bool, seed: int) -> list[Stage]:
-    """Demonstrations, their statistics and a policy that imitates them, as in the demo; then the loop."""
+    """Demonstrations, statistics and an imitating policy, as in the demo; then the loop."""
     stages = plan(folder, quick=quick, seed=seed)[0][:3]
     file, state = folder / "loop.yaml", folder / "loop" / "state.json"
     over = state.is_file() and len(_finished(state)) >= GENERATIONS
@@ -24,7 +24,7 @@ def plan_loop(folder: Path, *, quick: bool, seed: int) -> list[Stage]:
 
 
 def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> None:
-    """The loop's settings: a scripted supervisor watches half of what is collected, and nothing that is compared."""
+    """The loop's settings: a scripted supervisor watches half of the collected episodes, and no comparisons."""
     steps = "80" if quick else "800"
     settings: dict[str, Any] = {
         "folder": str(folder / "loop"),
@@ -51,7 +51,7 @@ def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> 
 
 
 def told(folder: Path) -> Iterator[str]:
-    """What came of each generation, and where to look."""
+    """The result of each generation, and where to find more."""
     for one in _finished(folder / "loop" / "state.json"):
         held, compared = one["held_out"], one["comparison"]
         success = f"{held['rate']:.1%} of held-out episodes succeed ({held['low']:.1%} to {held['high']:.1%})"

@@ -12,17 +12,17 @@ from pirl.cli.app import Parser, positive
 NAME = "eval"
 HELP = """\
 Runs episodes with a checkpoint and reports the success rate per task and overall, with 95 % intervals. A split's
-initial states are fixed, so the same command gives the same numbers. Writes eval.json and, with --video, films and a
+initial states are fixed, so the same command gives the same results. Writes eval.json and, with --video, videos and a
 filmstrip.png (those of the --compare policy go to compared_with/).
 
-CHECKPOINT is a step folder or a run folder (its latest step, or the best with --best). It knows its model, robot and
+CHECKPOINT is a step folder or a run folder (its latest step, or the best with --best). It defines model, robot and
 environment; override any setting with a dotted flag, as in `pirl train`: --env.max-steps 20, --rollout.flow-steps 5,
 --agent.guidance 2. Weights trained by OpenPI need --recipe.
 
 Choose settings and checkpoints on the validation split; report results on the test split (the default).
 
-With --data nothing is simulated: flow loss, action error and the critic's ranking and calibration, on the episodes that
-data.held_out kept apart; of other datasets on all. Writes held_out.json. Flags about environments do not apply."""
+--data needs no environment: it measures flow loss, action error, and the critic's ranking and calibration on the run's
+held-out episodes (data.held_out), or on all episodes of other datasets. Writes held_out.json."""
 EXAMPLES = """\
 examples:
   pirl eval checkpoints/bc_tabletop/first
@@ -51,15 +51,15 @@ def add_arguments(parser: Parser) -> None:
         "--best-of",
         type=positive,
         metavar="N",
-        help="let the critic choose among N candidates (default 1, or evaluation.best_of)",
+        help="best of N candidates by the critic (default 1, or evaluation.best_of)",
     )
     add("--execute", type=positive, metavar="N", help="steps of a chunk to execute before replanning")
     add("--num-envs", type=positive, metavar="N", help="parallel environments")
     add("--backend", choices=("local", "process", "ray"), help="where environments run")
     add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
-    add("--video", type=positive, nargs="?", const=3, metavar="N", help="film the first N successes and failures (3)")
+    add("--video", type=positive, nargs="?", const=3, metavar="N", help="save videos of N successes and failures (3)")
     add("--compare", metavar="OTHER", help="also evaluate this checkpoint on the same states and test the difference")
-    text = "measure on held-out episodes instead, without an environment; of the run's own datasets if none is named"
+    text = "measure on held-out episodes instead, without an environment (default: of the run's own datasets)"
     add("--data", nargs="*", metavar="DATASET", help=text)
     add("--recipe", metavar="NAME", help="recipe or YAML file with the checkpoint's model, robot and environment")
     add("--out", type=Path, metavar="DIR", help=f"output folder (default {FOLDER}/... in the run)")

@@ -1,24 +1,24 @@
-"""`pirl improve`: the loop from the robot to a better policy and back."""
+"""`pirl improve`: collect on the robot, train, compare, promote, repeat."""
 
 import argparse
 from pathlib import Path
 
 NAME = "improve"
 HELP = """\
-Improves the policy of a robot in generations. Each one collects episodes with the current policy, waits for labels
-where outcomes are missing (`pirl label`), trains a candidate from the last checkpoint on demonstrations and all
-episodes, checks it in a simulator where there is one, and compares candidate and current policy blindly on the robot. A
-candidate that is better becomes the robot's policy.
+Improves a robot's policy in generations. Each generation collects episodes with the current policy, waits for labels
+if outcomes are missing (`pirl label`), trains a candidate from the last checkpoint on demonstrations and all episodes,
+checks it in a simulator if there is one, and compares candidate and current policy blindly on the robot. A better
+candidate becomes the robot's policy.
 
-The loop can be stopped and killed at any time: the same command goes on. FOLDER/loop.html shows where it is; all
+The loop can be stopped or killed at any time; the same command continues. FOLDER/loop.html shows its progress; all
 generations stay in FOLDER/generations and FOLDER/runs (`pirl report FOLDER/runs/*/*`).
 
-LOOP.yaml holds the settings; --show prints all of them with their meaning."""
+LOOP.yaml has the settings; --show prints all of them with explanations."""
 EXAMPLES = """\
 examples:
   pirl improve loop.yaml
   pirl improve loop.yaml --show              its settings, explained
-  pirl improve loop.yaml --generations 3     one more than it had"""
+  pirl improve loop.yaml --generations 3     one more generation"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

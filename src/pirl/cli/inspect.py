@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a LeRobot dataset: episodes, features, tasks, outcomes"
     one = kinds.add_parser("data", help=text, description=f"Shows and checks {text}.", epilog=DATA_EXAMPLES)
     one.add_argument("location", metavar="DATASET", help="folder, or repo id on the Hugging Face hub")
-    held_out = "the share data.held_out, or number of each outcome, to keep apart from training (default 0.1)"
+    held_out = "data.held_out: share of the episodes, or number of each outcome, to hold out (default 0.1)"
     one.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help=held_out)
-    one.add_argument("--seed", type=int, default=0, metavar="S", help="data.seed, which chooses them (default 0)")
-    text = "data.takeover: what a person's takeover is to a critic, ignore or failure (default ignore)"
+    one.add_argument("--seed", type=int, default=0, metavar="S", help="data.seed, which selects them (default 0)")
+    text = "data.takeover: how critics treat an operator's takeover, ignore or failure (default ignore)"
     one.add_argument("--takeover", choices=get_args(Takeover), default="ignore", help=text)
-    text = f"data.takeover_window: the policy's frames before one that are blamed for it (default {_WINDOW})"
+    text = f"data.takeover_window: the policy's frames before a takeover to blame for it (default {_WINDOW})"
     one.add_argument("--takeover-window", type=int, default=_WINDOW, metavar="N", help=text)
-    text = "data.takeover_reward: added to their reward where a takeover is a failure (default 0)"
+    text = "data.takeover_reward: added to the reward of blamed frames (default 0)"
     one.add_argument("--takeover-reward", type=float, default=0.0, metavar="R", help=text)
     text = "draw the first and last frames of some successes and failures"
     one.add_argument("--pictures", type=Path, metavar="PNG", help=text)

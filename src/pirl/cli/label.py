@@ -10,12 +10,12 @@ Plays a LeRobot dataset's episodes in the browser. Keys label each one: success,
 moment of success and a quality from 0 to 5. Labels go to meta/pirl_labels.jsonl at once; training finds them there.
 Several people can label one dataset; `pirl inspect data` shows conflicts.
 
---classify lets a success classifier on a checkpoint's features label the episodes that have no outcome. It learns from
-those that have one, here and in --learn, and says how good it is on episodes it has not seen. It labels only where its
-scores are right often enough (--precision), and leaves the others to people. Labels of people always come first.
+--classify labels episodes without an outcome with a success classifier on a checkpoint's features. It trains on the
+episodes that have one, here and in --learn, and prints its accuracy on held-out episodes. It labels only episodes above
+the required precision (--precision) and leaves the others to people. Human labels always take precedence.
 
-The page is served to this machine only. --write opens no page: it stores the labels as the column next.success, which
-LeRobot reads."""
+The page is only reachable from this machine. --write opens no page: it stores the labels as the column next.success,
+which LeRobot reads."""
 EXAMPLES = """\
 examples:
   pirl label recordings/fold_box
@@ -27,16 +27,18 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pirl label`."""
     parser.add_argument("data", metavar="DATASET", help="folder, or repo id on the Hugging Face hub")
-    parser.add_argument("--name", metavar="NAME", help="who labels (default: your user name; the page can change it)")
+    parser.add_argument("--name", metavar="NAME", help="annotator (default: your user name; the page can change it)")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port of the page (default: a free one)")
     parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
-    parser.add_argument("--classify", metavar="CHECKPOINT", help="label by what this checkpoint sees; opens no page")
-    parser.add_argument("--learn", nargs="+", default=[], metavar="DATASET", help="--classify: learn from these too")
     parser.add_argument(
-        "--precision", type=float, default=0.95, metavar="P", help="--classify: wanted share of right labels (0.95)"
+        "--classify", metavar="CHECKPOINT", help="label with a classifier on this checkpoint's features; no page"
     )
-    parser.add_argument("--dry-run", action="store_true", help="--classify: say what it would do, and write nothing")
-    parser.add_argument("--write", action="store_true", help="store the labels as next.success, and end")
+    parser.add_argument("--learn", nargs="+", default=[], metavar="DATASET", help="--classify: also train on these")
+    parser.add_argument(
+        "--precision", type=float, default=0.95, metavar="P", help="--classify: required precision of labels (0.95)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="--classify: print what it would label, write nothing")
+    parser.add_argument("--write", action="store_true", help="store the labels as next.success and exit")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ NAME = "plan"
 HELP = """\
 Estimates the memory of a training step per device (weights, optimizer, EMA, critic, activations), the largest batch
 that fits, and the least rematerialisation that fits. Works from a trace of the step: needs no weights and no GPU.
-Where the dataset is at hand, says whether discount, rewards and the critic's clip fit it.
+If the dataset is available, also checks discount, rewards and the critic's clip against it.
 Override any setting with a flag, as in `pirl train`."""
 EXAMPLES = """\
 examples:

@@ -45,18 +45,18 @@ def add_arguments(parser: Parser) -> None:
     add("--dials", nargs="+", default=[], metavar="KEY=VALUE", help="the expert's quality")
     add("--seed", type=int, default=0, metavar="S", help="seed of the episodes (default 0)")
     add("--split", choices=("train", "validation", "test"), default="train", help="initial states (default train)")
-    add("--processes", type=positive, default=1, metavar="N", help="processes that act as the expert (default 1)")
+    add("--processes", type=positive, default=1, metavar="N", help="expert processes (default 1)")
     add("--append", action="store_true", help="add to an existing dataset")
 
 
 def run(args: argparse.Namespace) -> int:
     """Record, then print the next commands."""
     if args.episodes is None or (args.repo_id is None and args.root is None):
-        args.usage_error("--episodes says how many, --repo-id (or --root) where to")
+        args.usage_error("--episodes and --repo-id (or --root) are required")
     if args.seed < 0:
         args.usage_error("--seed is 0 or more")
     if args.dials and args.checkpoint != EXPERT:
-        args.usage_error("--dials are the expert's, and --checkpoint names a policy: choose one")
+        args.usage_error("--dials configure the expert, --checkpoint replaces it: choose one")
     if args.processes > 1 and args.checkpoint != EXPERT:
         args.usage_error(
             "--processes are the expert's; for a policy set --rollout.backend process --rollout.num-workers"
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if config.env is None:
         raise ConfigError(
             f"recipe {config.name} has no environment to record in",
-            hint="take one that has (`pirl recipes ls tabletop`), or name one: --env.type Tabletop",
+            hint="use a recipe that has one (`pirl recipes ls tabletop`), or set one: --env.type Tabletop",
         )
     root = _root(args)
     episodes, frames, won = _record(args, config, root)
@@ -90,7 +90,7 @@ def _root(args: argparse.Namespace) -> Path:
 
 
 def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int, int]:
-    """Episodes, steps and successes that were recorded."""
+    """Numbers of recorded episodes, steps and successes."""
     from pirl.rollout.record import RolloutRecorder, num_recorded, recording_contexts
     from pirl.training.progress import Progress
 

@@ -6,11 +6,11 @@ from pathlib import Path
 NAME = "report"
 HELP = """\
 Writes one HTML page about one run, or several in the same charts: success with intervals, losses, critic calibration,
-curriculum, speed, memory, settings that differ from the recipe, evaluations per task, and films of the same initial
+curriculum, speed, memory, settings that differ from the recipe, evaluations per task, and videos of the same initial
 states side by side (from `pirl eval --video`).
 
-The page is one self-contained file. It reads only the run's files, also while the run continues, and replaces nothing
-but an earlier report."""
+The page is one self-contained file. The command reads only the run's files, also while the run continues, and replaces
+only an earlier report."""
 EXAMPLES = """\
 examples:
   pirl report checkpoints/debug/first

@@ -1,4 +1,4 @@
-"""Going on with a run: its own settings, changed by the flags of this command line."""
+"""Resuming a run: its own settings, changed by the flags of this command line."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +10,16 @@ from pirl.errors import ConfigError
 from pirl.names import CONFIG_FILE, PARAMS_ITEM
 
 _NEW_RUNS_ONLY = ("--debug", "--variant")
-"""Flags that shape a whole configuration; a saved one has their effect already."""
+"""Flags that change a whole configuration; saved settings already include their effect."""
 
 
 def is_run(source: str) -> bool:
-    """Whether a path is the folder of a run; a step's folder is refused with the command to type."""
+    """Whether a path is a run folder; a step folder is an error whose hint has the right command."""
     folder = Path(source).expanduser()
     if (folder / PARAMS_ITEM).is_dir() and (folder.parent / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{source} is a step of a run",
-            hint=f"go on with the run: pirl train {folder.parent}; or start a new one from these weights: "
+            hint=f"resume the run: pirl train {folder.parent}; or start a new one from these weights: "
             f"pirl train RECIPE --exp-name NAME --init-weights {source}",
         )
     if folder.is_dir() and not (folder / CONFIG_FILE).is_file():
@@ -30,7 +30,7 @@ def is_run(source: str) -> bool:
 
 
 def saved_settings(folder: Path) -> RLTrainConfig:
-    """The settings a run was last started with; it stays where it is, also if it was moved since."""
+    """The settings a run was last started with, adapted if its folder was moved."""
     file = folder.expanduser() / CONFIG_FILE
     place = file.parent.absolute()
     try:
@@ -53,10 +53,10 @@ def describe(saved: RLTrainConfig, config: RLTrainConfig, step: int | None) -> s
     """What a resumed run does, in a few lines."""
     changes: list[Change] = diff(saved, config)
     where = f"from step {step}" if step is not None else "without a checkpoint yet"
-    head = f"going on with {config.run_dir} {where}, with its own settings"
+    head = f"resuming {config.run_dir} {where}, with its own settings"
     if not changes:
         return head
-    return "\n".join([f"{head} but for", *(f"  {path}: {old} -> {new}" for path, old, new in changes)])
+    return "\n".join([f"{head} except", *(f"  {path}: {old} -> {new}" for path, old, new in changes)])
 
 
 def _without_new_runs_only(flags: Sequence[str]) -> list[str]:

@@ -12,17 +12,17 @@ from pirl.cli.app import Parser, positive
 NAME = "serve"
 HELP = """\
 Serves a checkpoint to robots over OpenPI's websocket protocol: a stock openpi-client, DROID's, LIBERO's or ALOHA's
-runtime connects as to OpenPI's own server. Everything is compiled before the server listens. Requests of several robots
-that arrive together are planned in one batch.
+runtime connects as to OpenPI's own server. Compiles everything before it listens, and batches requests of several
+robots that arrive together.
 
 CHECKPOINT is a step folder or a run folder (its latest step, or the best with --best). Weights trained by OpenPI need
 --recipe. Override any setting with a dotted flag, as in `pirl train`: --rollout.flow-steps 5.
 
-It listens on this machine alone unless --host says otherwise; then set a key (PIRL_API_KEY or --api-key-file), and
-preferably --tls-cert. GET /healthz and /metrics answer over HTTP. SIGTERM finishes requests under way and ends. SIGHUP
-(or POST /reload with the key) loads the checkpoint anew for episodes that begin from then on. SIGUSR1 prints latencies.
+Listens on localhost unless --host is set; then also set a key (PIRL_API_KEY or --api-key-file), and preferably
+--tls-cert. GET /healthz and /metrics answer over HTTP. SIGTERM finishes pending requests and exits. SIGHUP (or POST
+/reload with the key) reloads the checkpoint for new episodes. SIGUSR1 prints latencies.
 
---shadow DATASET serves nothing: it sends a recorded dataset through the policy and compares."""
+--shadow DATASET serves nothing: it runs the policy on a recorded dataset and compares the actions."""
 EXAMPLES = """\
 examples:
   pirl serve checkpoints/acrlpd_tabletop/first
@@ -48,20 +48,26 @@ def add_arguments(parser: Parser) -> None:
     add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     add("--metadata", type=Path, metavar="FILE", help="YAML map that clients get on connecting, such as reset_pose")
     add("--default-prompt", metavar="TEXT", help="instruction for observations that have none")
-    add("--best-of", type=positive, metavar="N", help="let the critic choose among N candidates")
+    add("--best-of", type=positive, metavar="N", help="best of N candidates by the critic")
     add("--flow-steps", type=positive, metavar="N", help="Euler steps per chunk")
-    add("--guidance", type=float, metavar="W", help="weight of the condition, where the policy has one")
-    add("--real-time", action="store_true", help="real-time chunking for clients that say what they executed")
+    add("--guidance", type=float, metavar="W", help="guidance scale, if the policy has a condition")
+    add("--real-time", action="store_true", help="real-time chunking, for clients that report executed steps")
     add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
     add("--max-batch", type=positive, default=4, metavar="N", help="most requests per batch (default 4)")
-    add("--batch-window", type=float, default=3.0, metavar="MS", help="wait for company this long, in ms (default 3)")
+    add("--batch-window", type=float, default=3.0, metavar="MS", help="wait to fill a batch, in ms (default 3)")
     add("--max-message", type=positive, default=16, metavar="MIB", help="largest request, in MiB (default 16)")
     add("--max-rate", type=float, default=100.0, metavar="N", help="requests per second and connection (default 100)")
-    add("--max-connections", type=positive, default=64, metavar="N", help="connections at a time (default 64)")
-    add("--episode-gap", type=float, default=10.0, metavar="S", help="silence that ends an episode, in s (default 10)")
-    add("--drain", type=float, default=10.0, metavar="S", help="time to answer requests at the end, in s (default 10)")
-    add("--safety", type=Path, metavar="FILE", help="YAML file with limits on the actions that are sent")
-    add("--record", type=Path, metavar="DATASET", help="record every request with its chunk, for clients that cannot")
+    add("--max-connections", type=positive, default=64, metavar="N", help="simultaneous connections (default 64)")
+    add("--episode-gap", type=float, default=10.0, metavar="S", help="idle time that ends an episode (s, default 10)")
+    add(
+        "--drain",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="longest time to finish requests on shutdown, in s (default 10)",
+    )
+    add("--safety", type=Path, metavar="FILE", help="YAML file with limits on the robot's actions")
+    add("--record", type=Path, metavar="DATASET", help="record every request with its chunk, for clients that do not")
     add("--record-fps", type=positive, metavar="N", help="--record: the robot's control steps per second")
     add("--record-execute", type=positive, metavar="N", help="--record: steps executed of each chunk (as in training)")
     add("--latency", action="store_true", help="print the latency of every stage at the end")
@@ -72,7 +78,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, compile, then serve until told to stop; or compare with a dataset."""
+    """Load, compile, then serve until stopped; or compare with a dataset."""
     _check_extra()
     from pirl.recipes import load
     from pirl.serve.load import loader
@@ -123,7 +129,7 @@ def _settings(args: argparse.Namespace) -> Any:
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """The key, which never stands on a command line: other users could read it there."""
+    """The key; never from the command line, where other users could read it."""
     from pirl.errors import ConfigError
 
     if file is None:
@@ -135,7 +141,7 @@ def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
 
 
 def _changed(config: Any, args: argparse.Namespace) -> Any:
-    """The checkpoint's configuration with the flags of this command line; by default a plain sample, as `pirl eval`."""
+    """The checkpoint's configuration with this command line's flags; plain samples by default, as in `pirl eval`."""
     import warnings
 
     from pirl.errors import ConfigError, PirlWarning
@@ -207,7 +213,7 @@ def _serve(args: argparse.Namespace, planners: Any, settings: Any) -> int:
 
 
 def _recorder(args: argparse.Namespace, server: Any) -> Any:
-    """What records at the server, told to it; None where nothing is to be recorded."""
+    """The server's recorder; None without --record."""
     if args.record is None:
         return None
     from pirl.errors import ConfigError
@@ -252,7 +258,7 @@ def _show(name: str, found: Any) -> None:
     console = Console()
     if not console.is_terminal:  # nobody's window: do not break lines
         console = Console(width=160)
-    print(f"{name}: {found.chunks} chunks of {found.episodes} episodes, compared with what was done")
+    print(f"{name}: {found.chunks} chunks of {found.episodes} episodes, compared with the recorded actions")
     by_dim = Table("dimension", "error", "holding still", "spread of the data", title="mean over the chunk")
     for dim, spread in enumerate(found.spread):
         error, hold = (np.nanmean(x[:, dim]) for x in (found.error, found.hold))

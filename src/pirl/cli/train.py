@@ -25,22 +25,22 @@ Every setting is a dotted flag; `pirl train RECIPE --help` lists all with their 
   --agent.discount G       --sinks wandb                 --no-wandb
   --debug                  the same run with a tiny model and ten steps, to test the set-up
 
-An existing run needs --resume or --overwrite. `pirl train RUN_FOLDER`, or --resume, goes on with the run's own
-settings; flags are changes to them and are shown. --resume auto starts the run or goes on with it: one command line for
-schedulers that restart jobs."""
+An existing run needs --resume or --overwrite. `pirl train RUN_FOLDER`, or --resume, continues with the run's own
+settings; flags change settings and are listed. --resume auto resumes, or starts if there is nothing to resume: one
+command line for schedulers that restart jobs."""
 EXAMPLES = """\
 examples:
   pirl train debug --exp-name first                         a laptop, no files
   pirl train rl_fold_box --exp-name box1 --data-path recordings/fold_box --dry-run
   pirl train acrlpd_libero --exp-name q1 --mesh.fsdp 8 --agent.discount 0.995
-  pirl train checkpoints/acrlpd_libero/q1                   go on with a run
-  pirl train checkpoints/acrlpd_libero/q1 --max-steps 40000   and longer
+  pirl train checkpoints/acrlpd_libero/q1                   resume a run
+  pirl train checkpoints/acrlpd_libero/q1 --max-steps 40000   resume and train longer
   pirl train my.yaml --exp-name q2 --batch-size 64          from `pirl recipes cp acrlpd_libero my.yaml`"""
 
 MODES = """\
-Trains this configuration. --resume goes on with the run's own settings from its latest checkpoint, changed by the flags
-given (--resume auto: or starts it); --overwrite deletes the existing run and starts again; --dry-run checks everything,
-prints the plan and stops."""
+Trains this configuration. --resume continues from the latest checkpoint with the run's own settings, changed by the
+given flags (--resume auto: or starts it); --overwrite deletes the existing run and starts again; --dry-run checks
+everything, prints the plan and stops."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "%(prog)s RECIPE [--exp-name NAME] [--resume [auto] | --overwrite] [--dry-run] [--SETTING VALUE ...]\n"
         "       %(prog)s RUN_FOLDER [--SETTING VALUE ...]"
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe name, YAML file, or the folder of a run to go on with")
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe name, YAML file, or run folder to resume")
     _add_modes(parser)
     parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--SETTING VALUE", help="see above")
 
 
 def _add_modes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint; auto: or start")
+    parser.add_argument("--resume", action="store_true", help="resume from the latest checkpoint; auto: or start")
     parser.add_argument("--overwrite", action="store_true", help="delete the existing run and start again")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     auto, words = _take_auto(words)
     args, settings = modes.parse_known_args(words, args)
     if args.resume and args.overwrite:
-        modes.error("--resume goes on with the run that is there, --overwrite deletes it: choose one")
+        modes.error("--resume continues the existing run, --overwrite deletes it: choose one")
     config, resume = _config(args.recipe, settings, resume=args.resume, overwrite=args.overwrite)
 
     from pirl.training.recovery import train
@@ -92,7 +92,7 @@ def _take_auto(words: list[str]) -> tuple[bool, list[str]]:
 
 
 def _config(source: str, settings: list[str], *, resume: bool, overwrite: bool) -> "tuple[RLTrainConfig, bool]":
-    """The configuration, and whether a run goes on; what it is going on with is printed."""
+    """The configuration, and whether it resumes a run; prints what it resumes."""
     from pirl.cli.resume import describe, is_run, saved_settings, with_changes
     from pirl.recipes import cli, is_known
 
@@ -112,12 +112,12 @@ def _config(source: str, settings: list[str], *, resume: bool, overwrite: bool) 
     if resume:
         print(describe(saved, config, max(complete_steps(folder), default=None)))
     if asked is not None and source.endswith((".yaml", ".yml")) and (others := file_differences(asked, config)):
-        print(f"  (not changed by {source}, which says {', '.join(others)}: flags change a run)")
+        print(f"  (ignored from {source}: {', '.join(others)}; use flags to change a run)")
     return config, resume
 
 
 def file_differences(asked: "RLTrainConfig", config: "RLTrainConfig") -> list[str]:
-    """Settings of a file that a resumed run does not take."""
+    """Settings of a file that a resumed run ignores."""
     from pirl.config_io import diff
 
     return [f"{path} {new}" for path, _, new in diff(config, asked)]

@@ -1,4 +1,4 @@
-"""`pirl verify`: is every byte of a checkpoint still what was written?"""
+"""`pirl verify`: compare a checkpoint with its checksums, byte by byte."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from pirl.errors import CheckpointError
 
 NAME = "verify"
 HELP = """\
-Reads every file of a run's checkpoints, of one step or of an export, and compares it with the checksums that pirl wrote
-beside it. Names each damaged step and the newest whole one. Exits with 1 if anything is damaged.
+Reads every file of a run's checkpoints, of one step or of an export, and compares it with the stored checksums. Lists
+damaged steps and the newest intact one. Exits with 1 if anything is damaged.
 
-`pirl train --resume` and everything that loads weights check what they read by themselves; this checks all of it."""
+`pirl train --resume` and every other command verify only the files they load; this verifies all of them."""
 EXAMPLES = """\
 examples:
   pirl verify checkpoints/my_recipe/my_run            every step of a run
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every step; tell of each."""
+    """Check every step and print the result."""
     from pirl.checkpoints.run_directory import complete_steps
 
     path = args.path.expanduser()
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{len(damaged)} of {len(folders)} checkpoints are damaged: "
             f"{', '.join(folder.name for folder in damaged)}{best}",
-            hint="copy them again from where they are whole, or move them away to go on from an earlier step",
+            hint="restore them from an intact copy, or move them away to resume from an earlier step",
         )
     return 0
 
@@ -59,4 +59,6 @@ def _damaged(folders: list[Path]) -> Iterator[Path]:
             size = sum((folder / name).stat().st_size for name in sums)
             print(f"{folder}: whole, {len(sums)} files, {size / 1e6:,.1f} MB", flush=True)
         else:
-            print(f"{folder}: no checksums (OpenPI and pirl 0.1 wrote none); no file is missing or cut", flush=True)
+            print(
+                f"{folder}: no checksums (OpenPI and pirl 0.1 wrote none); no file is missing or truncated", flush=True
+            )

@@ -8,7 +8,7 @@ from pirl.errors import ConfigError
 from pirl.ranges import Checked, Count, Decay, Natural, Positive, Share
 
 Boundary = Literal["pad", "drop"]
-"""Where an episode ends inside a chunk, the critic learns from the executed part (`pad`) or skips it (`drop`)."""
+"""If an episode ends inside a chunk, the critic trains on the executed part (`pad`) or skips the chunk (`drop`)."""
 Tier = Literal["auto", "ram", "disk", "pool"]
 """`ram`: decode everything into memory. `disk`: memory-mapped files, reused by the next run. `pool`: decode on demand,
 keep the most recent. `auto`: choose by frame size, memory and disk."""
@@ -16,16 +16,17 @@ Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
 """`columns`: as recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 per step, 0 at
 success. `auto`: the recorded columns; an error if there are none, because outcomes cannot be guessed."""
 Failure = Literal["auto", "terminal", "timeout"]
-"""Meaning of a labelled failure without `next.truncated`. `terminal`: the task is lost, and the last actions are worth
-the failure reward alone. `timeout`: the recording stopped, the task could still have succeeded. `auto`: terminal,
-unless steps cost something and failing does not, because failing early would then pay."""
+"""Meaning of a labelled failure without `next.truncated`. `terminal`: the task is lost, and the value after the last
+action is the failure reward alone. `timeout`: the recording stopped, the task could still have succeeded. `auto`:
+terminal, unless steps have a cost and failing has none, because failing early would then pay."""
 Takeover = Literal["ignore", "failure"]
-"""What a person's takeover is to a critic. `ignore`: every step is a transition like any other. `failure`: the task was
-lost with the first of the policy's last `takeover_window` steps, each of which pays `takeover_reward` and is terminal;
-what the person does is an ordinary transition."""
+"""How a critic treats an operator's takeover. `ignore`: every step is an ordinary transition. `failure`: the task was
+lost at the first of the policy's last `takeover_window` steps, each of which is terminal with `takeover_reward`; the
+operator's steps are ordinary transitions."""
 Imitated = Literal["successes", "plans", "all"]
 """Which chunks of the policy's own episodes to imitate. `all`: from any step, also across two plans. `plans`: only
-chunks planned as one. `successes`: plans from episodes that did not fail. The rest teaches it to repeat failures."""
+chunks planned as one. `successes`: plans from episodes that did not fail. The others would teach the policy to repeat
+failures."""
 
 _REWARDS = {"sparse_success": (0.0, 1.0), "step_penalty": (-1.0, 0.0)}
 
@@ -39,7 +40,7 @@ class DataConfig(Checked):
     weights: tuple[float, ...] | None = None
     """Relative sampling weight of each dataset. None: equal."""
     robot: str = "aloha"
-    """The robot, which selects the transforms between its units and the model's: a name in `data.robots`, or
+    """The robot, which defines the transforms between its units and the model's: a name in `data.robots`, or
     `module:NAME` for your own."""
     cameras: tuple[str, ...] | None = None
     """OpenPI camera slots to read. None: all of the robot's. Omitted cameras cost nothing, not even masked tokens."""
@@ -51,7 +52,7 @@ class DataConfig(Checked):
     """paligemma (π₀'s), byte or word (no file needed, for models trained from scratch), none (no instruction), or a
     path."""
     cache: Tier = "auto"
-    """Where decoded frames live: in memory, memory-mapped on disk, or in a rotating memory pool. auto: what fits."""
+    """Where to keep decoded frames: in memory, memory-mapped on disk, or in a rotating memory pool. auto: what fits."""
     cache_dir: str | None = None
     """Folder of the disk cache. None: inside PIRL_HOME."""
     exact_resize: bool = False
@@ -68,27 +69,27 @@ class DataConfig(Checked):
     failure_reward: float = 0.0
     """Added to the last reward of a terminal failure: 0 or negative."""
     takeover: Takeover = "ignore"
-    """What it is to a critic when a person takes over (LeRobot's column `intervention`): nothing, all steps are
-    transitions (ignore), or the policy lost the task in the steps before (failure)."""
+    """How critics treat an operator's takeover (LeRobot's column `intervention`): every step is an ordinary transition
+    (ignore), or the steps before it are a failure of the policy (failure)."""
     takeover_window: Natural = 10
-    """The policy's steps before a takeover that are blamed for it: critics see them fail (takeover failure), DAgger
-    leaves them out, RECAP calls them bad. As many as the person needs to react; 0: none."""
+    """The policy's steps before a takeover to blame for it: critics treat them as a failure (takeover failure), DAgger
+    drops them, RECAP never labels them better. Set it to the operator's reaction time; 0: none."""
     takeover_reward: float | None = None
-    """Added to the reward of such a step (takeover failure): 0 or negative. None: `failure_reward`."""
+    """Added to the reward of blamed steps (takeover failure): 0 or negative. None: `failure_reward`."""
     successes_only: bool = False
     """Train only on successful episodes: filtered imitation, the baseline for RL."""
     held_out: float = 0.0
-    """Episodes kept apart from training, to measure on: a share (0.1), or so many of each outcome (5). Whole episodes,
-    of every outcome, chosen by `seed`; those recorded later do not change the choice. 0: none."""
+    """Episodes to hold out for validation: a share (0.1), or a number of each outcome (5). Whole episodes of every
+    outcome, selected by `seed`; episodes recorded later do not change the selection. 0: none."""
     boundary: Boundary = "pad"
-    """Where an episode ends inside a chunk, the critic learns from the executed part (pad) or skips it (drop)."""
+    """If an episode ends inside a chunk, the critic trains on the executed part (pad) or skips the chunk (drop)."""
     critic_horizon: Count | None = None
     """Steps the critic scores, usually the steps executed before replanning. None: the whole chunk."""
     n_step: Count = 1
-    """Critic horizons that a target counts before it bootstraps: y = Σ_{l<L} γ^l r_l + γ^L V(s_{t+L}), L up to
-    n_step · critic_horizon. Values travel n times as far per update, but what follows the scored chunk is what the data
-    did, not what the policy would do: above 1 targets are biased towards the behaviour in the data, more so the further
-    the policy is from it."""
+    """Critic horizons that a target spans before it bootstraps: y = Σ_{l<L} γ^l r_l + γ^L V(s_{t+L}), L up to n_step ·
+    critic_horizon. Values propagate n times as far per update, but the steps after the scored chunk follow the data,
+    not the policy: above 1 targets are biased towards the behaviour in the data, the more so the further the policy is
+    from it."""
     episodes_per_memory_pool: Count | None = 64
     """Episodes per memory pool (cache pool); memory holds twice as many."""
     steps_per_memory_pool: Count = 500
@@ -98,17 +99,17 @@ class DataConfig(Checked):
     online_fraction: Share = 0.5
     """Share of each batch from the replay buffer, once it has data (RLPD: half)."""
     online_imitated: Imitated = "successes"
-    """Which replay chunks the actor imitates. The critic learns from all."""
+    """Which replay chunks the actor imitates. The critic trains on all."""
     online_actor_share: Decay = 0.0
-    """Share of each batch drawn for the actor alone: replay chunks it may imitate. The critic does not learn from them,
-    so that it sees outcomes as often as they happen. 0: the actor has those of the other rows that it may imitate: few,
-    where `plans` or `successes` are imitated and many steps are executed of each."""
+    """Share of each batch that only the actor trains on: replay chunks it may imitate. The critic skips them, so that
+    it sees the true distribution of outcomes. 0: the actor uses only the imitable rows of the rest of the batch, which
+    are few with `plans` or `successes` if many steps are executed per plan."""
     replay_episodes: Count = 1000
     """Capacity of the replay buffer, in episodes."""
     replay_gb: Positive = 16.0
     """Capacity of the replay buffer, in gigabytes (10⁹ bytes)."""
     prefetch: Natural = 2
-    """Batches prepared ahead in a thread. 0: prepare on demand."""
+    """Batches to prepare ahead in a thread. 0: prepare on demand."""
     seed: Natural = 0
     """Seed of all sampling: batch k depends only on the seed and k."""
 

@@ -7,8 +7,8 @@ from pirl.ranges import Bounds, Checked, Count, Natural
 
 TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
 """`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks of four
-colours, zones that move. `stitch`: two blocks that their places name; every demonstration errs once, in the block or in
-the zone, so that none shows how to do both."""
+colours, random zones. `stitch`: two blocks, named by their positions; every demonstration makes one mistake, in the
+block or in the zone, so that none shows the whole task."""
 
 
 LiberoSuite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
@@ -26,8 +26,8 @@ class TabletopConfig(Checked):
     wrist_camera: bool = False
     """Also render a camera that moves with the gripper."""
     slip: Annotated[float, Bounds(low=0)] = 0.0
-    """Stochastic physics: standard deviation of what is added to each move, as a share of the longest move. Each
-    initial state has its own luck."""
+    """Stochastic physics: standard deviation of the noise on each move, as a share of the longest move. Each initial
+    state has its own noise."""
     max_steps: Count | None = None
     """Episode length in steps. None: the level's default."""
 
@@ -104,23 +104,23 @@ class MetaWorldConfig(Checked):
     wrist_camera: bool = False
     """Also render the camera at the gripper."""
     near_camera: bool = True
-    """Move the camera `corner2` closer to the table, as published visual results and LeRobot do. Otherwise it stays
-    where Meta-World puts it, from where a puck is a few pixels wide."""
+    """Move the camera `corner2` closer to the table, as in published visual results and LeRobot. At Meta-World's own
+    position a puck is only a few pixels wide."""
     render_size: Count = 112
     """Height and width of the images."""
     fast_render: bool = True
     """No shadows, reflections or multisampling: ten times faster, but not what published policies were trained on."""
     full_state: bool = False
-    """The state is Meta-World's observation of 39 numbers, with objects and goal; there are no pictures then."""
+    """The state is Meta-World's observation of 39 numbers, with objects and goal, and there are no images."""
     dense_reward: bool = False
     """Reward each step with Meta-World's shaped reward, scaled to 0 to 1, instead of success alone."""
     end_at_success: bool = True
-    """Success ends the episode, as in Meta-World's own evaluation. Otherwise it lasts `max_steps`, and a success
-    counts once it was reached."""
+    """Success ends the episode, as in Meta-World's own evaluation. Otherwise the episode lasts `max_steps`, and any
+    success during it counts."""
     max_steps: Count = 200
     """Episode length in steps; Meta-World allows 500."""
     spare_simulators: Count = 16
-    """Simulators, of all tasks, that a process keeps for later episodes. Each costs 10 to 20 MB."""
+    """Simulators, over all tasks, that a process keeps for later episodes. Each costs 10 to 20 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)

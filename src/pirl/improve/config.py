@@ -1,4 +1,4 @@
-"""Settings of the loop, a YAML file. No jax here."""
+"""Settings of the improvement loop, a YAML file. No jax here."""
 
 import string
 from dataclasses import dataclass
@@ -8,56 +8,57 @@ from typing import Literal
 from pirl.errors import ConfigError
 
 PLACEHOLDERS = ("server", "dataset", "episodes", "inits", "seed", "purpose")
-"""What a robot's command may ask for."""
+"""Placeholders allowed in a robot's command."""
 Start = Literal["candidate", "current"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """One loop: a robot, a recipe, a first policy."""
+    """One improvement loop: a robot, a recipe, an initial policy."""
 
     folder: str
-    """Where the loop keeps everything: state, recordings, runs, comparisons, its page."""
+    """Folder for everything: state, recordings, runs, comparisons, its page."""
     recipe: str
-    """Recipe or YAML file that trains each candidate."""
+    """Recipe or YAML file to train each candidate with."""
     start: str
     """Checkpoint of the first policy: a step folder, a run, or an OpenPI checkpoint."""
     demonstrations: tuple[str, ...] = ()
-    """LeRobot datasets to train on beside the loop's own episodes."""
+    """LeRobot datasets to train on, in addition to the loop's own episodes."""
     robot: str | None = None
     """Command that runs episodes on the robot and records them. {server} is the policy's address, {dataset} the folder
-    to record to, {episodes} their number, {inits} their initial states as numbers with commas, {seed} a number for
-    chance, {purpose} collect or compare. None: an operator starts the robot, and the loop waits for the recordings."""
+    to record to, {episodes} their number, {inits} their initial states as comma-separated numbers, {seed} a random
+    seed, {purpose} collect or compare. None: an operator starts the robot, and the loop waits for the recordings."""
     generations: int = 2
-    """Generations to run; a finished loop goes on when this is raised."""
+    """Generations to run; raise it to continue a finished loop."""
     episodes: int = 50
     """Episodes to collect per generation."""
     classifier: float | None = None
-    """Let a success classifier on the robot's policy's features label collected episodes without an outcome, where so
-    large a share of its labels is right on episodes it has not seen (such as 0.95). It learns from the demonstrations
-    and all earlier episodes; people label 20 of the policy's first, what it leaves, and every comparison. None: all."""
+    """Let a success classifier on the policy's features label collected episodes without an outcome, if this share of
+    its labels is correct on held-out episodes (such as 0.95). It trains on the demonstrations and all earlier episodes;
+    people label the policy's first 20 episodes, those it leaves, and every comparison. None: people label all."""
     train: tuple[str, ...] = ()
-    """Further words for `pirl train`, such as [--max-steps, "800"]."""
+    """Additional arguments for `pirl train`, such as [--max-steps, "800"]."""
     serve: tuple[str, ...] = ()
-    """Further words for `pirl serve`."""
+    """Additional arguments for `pirl serve`."""
     host: str = "127.0.0.1"
-    """Address the robot connects to. 0.0.0.0: every network of this machine."""
+    """Address the robot connects to. 0.0.0.0: all network interfaces."""
     port: int = 8000
-    """Port the robot connects to; 0 takes a free one."""
+    """Port the robot connects to; 0 picks a free one."""
     held_out: int = 0
     """Episodes of `pirl eval` on each candidate, in the recipe's environment. 0: none (a robot has no simulator)."""
     held_out_drop: float = 0.1
-    """Roll back without a comparison when the candidate's held-out success is lower than the best one's by more."""
+    """Roll back without a comparison if the candidate's held-out success is lower than the best one's by more than
+    this."""
     comparison: int = 100
-    """Most episodes of a comparison, of both policies together. It stops as soon as the interval leaves out 0."""
+    """Most episodes of a comparison, over both policies. It stops as soon as the interval excludes 0."""
     look_every: int = 8
-    """Episodes between two looks at the comparison; a multiple of `block`."""
+    """Episodes between checks of the comparison; a multiple of `block`."""
     block: int = 4
     """Episodes per block, in which both policies run equally often."""
     alpha: float = 0.05
-    """Share of comparisons of equal policies that may end in a decision."""
+    """Error rate: share of comparisons of equal policies that may end in a decision."""
     train_next_from: Start = "candidate"
-    """Where training goes on after an undecided comparison: the candidate, or the robot's current policy."""
+    """Initial weights after an undecided comparison: the candidate, or the robot's current policy."""
     seed: int = 0
     """Seed of the training, of initial states and of the robot's command."""
 

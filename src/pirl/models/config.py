@@ -14,8 +14,8 @@ Remat = Literal["auto", "none", "names", "dots", "full"]
 DType = Literal["bfloat16", "float32"]
 Attention = Literal["auto", "plain", "xla", "cudnn"]
 FlowTimes = Literal["beta", "uniform"]
-"""Where on the way from noise to data the flow is learned. beta: Beta(1.5, 1), denser near the noise (OpenPI). uniform:
-everywhere alike (Q-chunking, FQL)."""
+"""Distribution of training flow times. beta: Beta(1.5, 1), denser near the noise (OpenPI). uniform: Q-chunking and
+FQL."""
 FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only", "frozen"]
 """full: everything trains. lora: OpenPI's rule (adapters, SigLIP and heads train; the transformers that carry adapters
 do not). vlm_frozen: the action expert and the heads train. expert_only: only the expert's transformer trains."""
@@ -130,16 +130,16 @@ class Pi0Config:
     """Type of activations and matmuls. Parameters are float32, frozen ones bfloat16."""
     remat: Remat = "auto"
     """Rematerialisation per block. `full`: recompute everything. `dots`: all but matmuls without a batch dimension.
-    `names`: all but the largest projections. `none`: nothing. Recomputing less is faster and takes more memory. `auto`:
-    the least that fits, by `pirl plan`; training logs the choice."""
+    `names`: all but the largest projections. `none`: nothing. Less recomputation is faster and takes more memory.
+    `auto`: the least that fits, estimated as in `pirl plan`; training logs the choice."""
     attention: Attention = "auto"
-    """Attention implementation. `plain`: logits in memory, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
-    bfloat16), and on one Hopper GPU a kernel for gated products without gradients. `xla`: the same without kernels.
-    `auto`: cudnn where it runs, otherwise plain. They differ by rounding alone, on an H200 within bfloat16's own
-    (`benchmarks/gpu_parity.py`)."""
+    """Attention implementation. `plain`: materialised logits, exactly as OpenPI. `cudnn`: a fused kernel (NVIDIA GPUs,
+    bfloat16), plus on a single Hopper GPU a kernel for gated products without gradients. `xla`: the same without
+    kernels. `auto`: cudnn where supported, otherwise plain. They differ only by rounding, on an H200 within bfloat16
+    precision (`benchmarks/gpu_parity.py`)."""
     feature_layer: int = -1
     """The critic reads the input of this VLM layer (-1: the last). `depth`: the final norm's output, which is trained
-    only in a pretrained VLM: π₀'s loss gives no gradient to anything after the last layer's keys and values."""
+    only in a pretrained VLM: π₀'s loss has no gradient for anything after the last layer's keys and values."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
@@ -178,7 +178,7 @@ class Pi0Config:
 
     @property
     def family(self) -> str:
-        """The model's name for people."""
+        """Human-readable model name."""
         return "π₀.₅" if self.pi05 else "π₀"
 
     @property

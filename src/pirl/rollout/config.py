@@ -20,13 +20,13 @@ class RolloutConfig(Checked):
     worker_timeout: Positive = 120.0
     """Restart a worker that takes longer than this for one chunk, in seconds."""
     worker_start_timeout: Positive = 180.0
-    """Restart a worker that takes longer than this to import its simulator and make its environments, in seconds."""
+    """Restart a worker that takes longer than this to import its simulator and create its environments, in seconds."""
     retries: Natural = 2
     """How often to repeat an episode lost with its worker before giving up."""
     execute: Count | None = None
     """Steps of each chunk to execute before replanning. None: `data.critic_horizon`."""
     best_of: Count = 1
-    """Candidates per chunk, of which the critic picks the best. 1: plain sampling."""
+    """Candidates per chunk, from which the critic picks the best. 1: plain sampling."""
     flow_steps: Count = 10
     """Euler steps per chunk."""
     record: str | None = None
@@ -48,8 +48,8 @@ class CurriculumConfig(Checked):
     contexts: Count | None = None
     """Train on this many contexts, drawn once. None: fresh ones every time, with one posterior per task."""
     held_out: Natural = 0
-    """Where a benchmark lists its initial states (LIBERO: 50 per task): the last so many of each task are never trained
-    on. Validation begins with them. Elsewhere the splits are apart by themselves."""
+    """If a benchmark lists its initial states (LIBERO: 50 per task): never train on the last so many of each task.
+    Validation starts with them. In other environments the splits are disjoint anyway."""
     target: Inside = 0.5
     """Success rate at which a context is drawn most often."""
     floor: Annotated[float, Bounds(low=0, high=1, open_low=True)] = 0.1
@@ -71,12 +71,12 @@ class EvalConfig(Checked):
     split: Literal["validation", "test"] = "validation"
     """Choose checkpoints on validation states; report results on test states (`pirl eval`)."""
     best_of: Count = 1
-    """Candidates per chunk, of which the critic picks the best. 1: plain sampling, as OpenPI's server does."""
+    """Candidates per chunk, from which the critic picks the best. 1: plain sampling, as in OpenPI's server."""
     films: Natural = 1
-    """Film the first so many successes and failures of each evaluation, into the run's films/STEP; wandb and trackio
-    get them too. 0: none."""
+    """Save videos of the first so many successes and failures of each evaluation, in the run's films/STEP; wandb and
+    trackio get them too. 0: none."""
     films_kept: Count = 50
-    """Keep the films of the first evaluation and of the latest ones, this many in all."""
+    """Number of evaluations to keep videos of: the first and the latest ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,40 +10,41 @@ from pirl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Where the server listens, whom it answers, and how it plans."""
+    """Where the server listens, which clients it accepts, and how it plans."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0: every network of this machine."""
+    """Address to listen on. 0.0.0.0: all network interfaces."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients must send (`Authorization: Api-Key KEY`). None: everyone who can connect is answered."""
+    """Key that clients must send (`Authorization: Api-Key KEY`). None: no authentication."""
     tls_cert: Path | None = None
     """Certificate chain (PEM): clients connect with wss://. None: no encryption."""
     tls_key: Path | None = None
-    """The certificate's private key (PEM), if it is in a file of its own."""
+    """The certificate's private key (PEM), if it is in a separate file."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What clients are told when they connect, such as ALOHA's `reset_pose`."""
+    """Metadata that clients get when they connect, such as ALOHA's `reset_pose`."""
     seed: int = 0
     """Seed of the flow's noise."""
     max_batch: int = 4
-    """Most requests to plan in one batch. Batches of 1, 2, 4, ... up to this are compiled before the server listens."""
+    """Most requests per batch. Batches of 1, 2, 4, ... up to this are compiled before the server listens."""
     batch_window: float = 0.003
-    """Longest time a request waits for others to share its batch, in seconds. A robot alone never waits."""
+    """Longest time a request waits for others to share its batch, in seconds. A single robot never waits."""
     real_time: bool = False
-    """Real-time chunking: agree with the chunk before, for requests that say how much of it was executed."""
+    """Real-time chunking: make a chunk consistent with the previous one, for requests that state how much of it was
+    executed."""
     real_time_limit: float = 5.0
-    """Real-time chunking: the largest weight of the pull towards the chunk before."""
+    """Real-time chunking: largest guidance weight towards the previous chunk."""
     max_message: int = 16 * 2**20
     """Largest request, in bytes."""
     max_rate: float = 100.0
-    """Requests per second of one connection; further ones wait."""
+    """Most requests per second and connection; further ones are delayed."""
     max_connections: int = 64
-    """Connections at a time; further ones are refused."""
+    """Most simultaneous connections; further ones are refused."""
     episode_gap: float = 10.0
-    """A pause after which the next request counts as a new episode, in seconds, where the client does not say."""
+    """Idle time after which the next request starts a new episode, in seconds, for clients that do not send one."""
     drain: float = 10.0
-    """Longest time that requests under way get when the server is told to stop, in seconds."""
+    """Longest time for pending requests on shutdown, in seconds."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_message", "max_connections"):
@@ -64,7 +65,7 @@ class ServeConfig:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that are compiled: powers of two, and the largest."""
+        """Compiled batch sizes: powers of two, and the largest."""
         powers = [2**i for i in range(self.max_batch.bit_length()) if 2**i < self.max_batch]
         return (*powers, self.max_batch)
 

@@ -21,7 +21,7 @@ class CosineSchedule(Checked):
     decay_steps: int = 30_000
     """Step at which the floor is reached, warm-up included."""
     decay_lr: NotNegative = 2.5e-6
-    """The floor; it is kept from there on."""
+    """The floor; constant from there on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +34,7 @@ class CosineSchedule(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RsqrtSchedule(Checked):
-    """Linear warm-up, then peak_lr / sqrt(1 + t / timescale) without an end. The defaults are OpenPI's."""
+    """Linear warm-up, then peak_lr / sqrt(1 + t / timescale). The defaults are OpenPI's."""
 
     warmup_steps: Natural = 1000
     """Steps until the peak; step 0 has peak_lr / (warmup_steps + 1)."""
@@ -75,9 +75,9 @@ class AdamW(Checked):
     eps: NotNegative = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NotNegative = 1e-10
-    """Pull of every weight towards zero, per unit of learning rate."""
+    """Decoupled weight decay, per unit of learning rate."""
     clip_gradient_norm: Positive | None = 1.0
-    """Longer gradients (all leaves of the group together) are scaled to this norm; None leaves them alone."""
+    """Clip the gradient (all leaves of the group together) to this norm; None does not clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,9 @@ class SGD(Checked):
     momentum: Decay = 0.9
     """Decay of the running sum of gradients."""
     nesterov: bool = False
-    """Look ahead along the momentum."""
+    """Use Nesterov momentum."""
     clip_gradient_norm: Positive | None = None
-    """Longer gradients are scaled to this norm; None leaves them alone."""
+    """Clip the gradient to this norm; None does not clip."""
 
 
 Optimizer = AdamW | SGD
@@ -98,16 +98,16 @@ Optimizer = AdamW | SGD
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Checked):
-    """How the devices share the work. A batch is always split over all of them."""
+    """How the devices share the work. Every batch is split over all of them."""
 
     fsdp: Count | Auto = "auto"
-    """Devices that share one copy of the weights and of the optimizer state; devices / fsdp copies exist. 1 keeps a
-    whole copy on every device, the number of devices needs the least memory. Best not above the devices of one node.
-    auto: the fewest with which the batch fits at once."""
+    """Devices that share one copy of the weights and of the optimizer state; there are devices / fsdp copies. 1: a
+    whole copy on every device. The number of devices: least memory. Best at most the number of devices of one node.
+    auto: the fewest with which the unsplit batch fits."""
 
     @property
     def size(self) -> int:
-        """The number; 1 as long as `auto` is not decided."""
+        """The number; 1 until `auto` is resolved."""
         return 1 if self.fsdp == "auto" else self.fsdp
 
 
@@ -116,7 +116,7 @@ class KeepBest(Checked):
     """Which checkpoints are the best."""
 
     metric: str = "eval/success_rate"
-    """Name of the metric given when saving; a checkpoint saved without it, or with NaN, is never the best."""
+    """Metric logged at the saved step; a checkpoint without it, or with NaN, is never the best."""
     mode: Literal["max", "min"] = "max"
     """Whether to maximise or minimise the metric."""
     count: Count = 1
@@ -128,7 +128,7 @@ class CheckpointConfig(Checked):
     """Checkpoints: where, how often, and which ones to keep."""
 
     base_dir: str = "./checkpoints"
-    """A run is at <base_dir>/<recipe>/<exp_name>, its steps below that, as in OpenPI."""
+    """A run is in <base_dir>/<recipe>/<exp_name>, its steps below that, as in OpenPI."""
     save_interval: Count = 1000
     """Steps between checkpoints."""
     save: Literal["full", "params"] = "full"
@@ -137,14 +137,14 @@ class CheckpointConfig(Checked):
     keep_last: Count = 1
     """Keep this many of the newest."""
     keep_period: Count | None = 5000
-    """Keep steps divisible by this for good. None: no such steps."""
+    """Keep steps divisible by this permanently. None: no such steps."""
     keep_best: KeepBest | None = None
     """Also keep the best ones by a metric."""
     async_save: bool = True
     """Save asynchronously: training waits only until the arrays are copied to host memory."""
     grace: Positive | None = None
-    """Seconds between the scheduler's SIGTERM and its SIGKILL. Where a checkpoint takes longer to write than what is
-    left of them, none is begun: the last complete one stands. None: one is written, however long it takes."""
+    """Seconds between the scheduler's SIGTERM and SIGKILL. If too little is left to write a checkpoint, none is started
+    and the last complete one remains. None: always write one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,21 +152,22 @@ class RecoveryConfig(Checked):
     """Automatic restart from the last checkpoint after divergence (lower learning rate) or out of memory."""
 
     attempts: Natural = 3
-    """How often a run may restart from a checkpoint. 0: never; the run ends with the error."""
+    """Most restarts from a checkpoint. 0: never; the run ends with the error."""
     learning_rate: Inside = 0.5
-    """After divergence, learning rates are multiplied by this."""
+    """Factor on the learning rates after divergence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """Measuring on held-out episodes during training, where `data.held_out` keeps some apart."""
+    """Offline metrics on held-out episodes during training, if `data.held_out` is set."""
 
     interval: int = 1000
     """Steps between measurements; the first is before training, the last at its end."""
     rows: int = 512
-    """Rows to measure on, about; always the same ones, spread evenly over the episodes, at least eight of each."""
+    """Approximate number of rows to measure on; always the same ones, spread evenly over the episodes, at least eight
+    per episode."""
     candidates: int = 8
-    """The policy's chunks per row that the critic compares."""
+    """Policy samples per row that the critic compares."""
 
     def __post_init__(self) -> None:
         for name, least in (("interval", 1), ("rows", 8), ("candidates", 2)):
@@ -176,7 +177,7 @@ class HeldOutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeMode:
-    """How to treat an existing run of this name. With neither flag it is an error."""
+    """How to treat an existing run of this name. Without either flag it is an error."""
 
     resume: bool = False
     """Resume from its latest checkpoint; an error if there is none."""
