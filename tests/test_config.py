@@ -230,7 +230,7 @@ def changed(config: RLTrainConfig, **settings: Any) -> RLTrainConfig:
         (DEBUG, {"seed": -1}, "seed is -1", ""),
         (DEBUG, {"sinks": ["wandb", "wandb"]}, "sinks are wandb, wandb", "once"),
         (DEBUG, {"early_stop": {"patience": 0}}, "patience is 0", "at least 1"),
-        (DEBUG, {"agent__real_time_delay": 4}, "a chunk has 4 steps", "less the steps"),
+        (DEBUG, {"agent__real_time_delay": 4}, "a chunk has 4 steps", "minus the steps"),
         (STATE_ONLY, {"agent__real_time_delay": 1}, "the policy is an MLP", "a time for each step"),
         (recipes.get_config("ript_tabletop"), {"agent__real_time_delay": 1}, "train with given steps", "guides"),
         (DEBUG, {"data__critic_horizon": 5}, "data.critic_horizon is 5, model.horizon is 4", "whole chunk"),
@@ -246,7 +246,7 @@ def changed(config: RLTrainConfig, **settings: Any) -> RLTrainConfig:
         (
             LIBERO,
             {"data__outcome": "step_penalty", "agent__reward_low": -1, "agent__reward_high": 0},
-            "pays at every step",
+            "a reward at every step",
             "--agent.no-reward-once",
         ),
         (LIBERO, {"mesh__fsdp": 3}, "batch_size 128 cannot be split over 3 device(s) in 1 part(s)", "= 3"),

@@ -286,15 +286,18 @@ class RLTrainConfig(Checked):
                 "leave it out: `pirl serve --real-time` then guides the flow",
             )
         if delay and isinstance(model, MLPFlowConfig):
-            yield f"agent.real_time_delay is {delay}, and the policy is an MLP", "only π₀ takes a time for each step"
+            yield f"agent.real_time_delay is {delay}, and the policy is an MLP", "only π₀ supports a flow time per step"
         elif delay >= model.horizon:
             yield (
                 f"agent.real_time_delay is {delay}, and a chunk has {model.horizon} steps",
-                "at most model.horizon less the steps that are executed before the next chunk is asked for",
+                "at most model.horizon minus the steps executed before the next request",
             )
         if isinstance(model, MLPFlowConfig):
             if self.freeze not in (None, "full"):
-                yield f"freeze is {self.freeze!r}, and the policy is an MLP", "an MLP trains whole: freeze none or full"
+                yield (
+                    f"freeze is {self.freeze!r}, and the policy is an MLP",
+                    "an MLP has no frozen parts: set freeze none or full",
+                )
             if self.init_weights is not None:
                 yield f"init_weights is {self.init_weights!r}, and the policy is an MLP", "only π₀ has weights to load"
             return
@@ -302,7 +305,7 @@ class RLTrainConfig(Checked):
             learning = ", ".join(tag(kind) for kind in AgentConfig.kinds() if kind.freezes_policy)
             yield (
                 f"freeze is 'frozen', and {tag(type(self.agent))} trains the policy",
-                f"of pirl's algorithms {learning} learn beside a frozen one",
+                f"of pirl's algorithms {learning} train on a frozen one",
             )
         if self.freeze == "lora" and not model.has_lora:
             yield "freeze is 'lora', and the model has no adapters", "take a recipe or preset whose name ends in _lora"

@@ -354,7 +354,7 @@ def test_a_damaged_step_is_named_with_the_last_good_one(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="step 4 is damaged") as caught:
             checkpoints.restore(shapes(state))
         assert largest.name in caught.value.message
-        assert f"step 2 is whole: move {run / '4'} away" in caught.value.hint
+        assert f"step 2 is intact: move {run / '4'} away" in caught.value.hint
         assert_same(checkpoints.restore(shapes(state), 2), state)
         with pytest.raises(CheckpointError, match="holds no checkpoint of step 7") as caught:
             checkpoints.restore(shapes(state), 7)

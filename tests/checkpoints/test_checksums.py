@@ -68,7 +68,7 @@ def test_any_flipped_bit_is_found_and_the_last_whole_step_named(run: Path) -> No
         flip(run / "3" / name, random.Random(number))
         with pytest.raises(CheckpointError, match="step 3 is damaged") as caught:
             restore(run)
-        assert f"step 2 is whole: move {run / '3'} away" in caught.value.hint, name
+        assert f"step 2 is intact: move {run / '3'} away" in caught.value.hint, name
         (run / "3" / name).write_bytes(whole)
     assert restore(run).step == 3
 

@@ -255,5 +255,5 @@ def test_plan_says_how_to_split_a_batch(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_plan_needs_to_know_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--device-gb says how much memory" in usage_error(capsys, "plan", "debug")
+    assert "--device-gb is required" in usage_error(capsys, "plan", "debug")
     assert "not a positive whole number" in usage_error(capsys, "plan", "debug", "--devices", "0")

@@ -34,7 +34,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 1) -> s
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "--trials says how many" in refused(capsys, "bc_tabletop", code=2)
+    assert "--trials is required" in refused(capsys, "bc_tabletop", code=2)
     assert "'0' is not a positive" in refused(capsys, "bc_tabletop", "--trials", "0", code=2)
     assert "'soon' is not a time" in refused(capsys, "bc_tabletop", "--trials", "2", "--timeout", "soon", code=2)
     assert "named with --study" in refused(capsys, "bc_tabletop", "--trials", "2", "--exp-name", "x", code=2)

@@ -178,7 +178,7 @@ def test_statistics_go_by_the_asset_id(tmp_path: Path) -> None:
     assert asset_id(str(tmp_path / "gone")) == "gone"
     with pytest.raises(DataError, match=r"assets/mine/norm_stats\.json"):
         create_transform(config(tmp_path, root, asset_id="mine"), horizon=HORIZON)
-    with pytest.raises(ConfigError, match="neither asset_id nor repo_ids"):
+    with pytest.raises(ConfigError, match="set asset_id or repo_ids"):
         create_transform(config(tmp_path), horizon=HORIZON)
     own = make_robot(name="my arm", state_dim=14, action_dim=14)
     with pytest.raises(DataError, match="compute_norm_stats"):

@@ -180,7 +180,7 @@ def test_a_run_that_exists_is_left_alone(finished: Finished, capsys: pytest.Capt
     assert finished.pirl("--exp-name", "first") == 1
     said = capsys.readouterr().err
     assert "first is an existing run with checkpoints of steps 3, 5" in said
-    assert "--resume goes on with it, --overwrite deletes it, another --exp-name leaves it alone" in said
+    assert "--resume continues it, --overwrite deletes it" in said
     assert tree(finished.config.run_dir) == before
 
 

@@ -263,7 +263,7 @@ def test_asked_to_stop_it_saves_and_goes_on(tmp_path: Path, cache: dict) -> None
         finally:
             child.kill()
         assert child.returncode == 130, said
-        found = re.search(r"interrupted after step (\d+); --resume goes on from there", said)
+        found = re.search(r"interrupted after step (\d+); --resume continues", said)
         assert found, said
         before, reached = reached, int(found[1])
         assert steps_of(config)[-1] == reached > before

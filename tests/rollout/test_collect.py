@@ -237,7 +237,7 @@ def test_lost_episodes_are_repeated_and_nobody_could_tell(
 def test_what_is_lost_too_often_is_given_up(rollouts: dict[int, Rollout]) -> None:
     jobs = [*JOBS[:3], Job(90, Context("raise", 2)), Job(91, Context("nan state", 1))]
     stats = CollectStats()
-    with pytest.warns(PirlWarning, match=r"episode 90 .*the cup broke at step 2; tried 2 times, going on without it"):
+    with pytest.warns(PirlWarning, match=r"episode 90 .*the cup broke at step 2; tried 2 times, continuing without it"):
         found = collected(jobs, size=2, retries=1, stats=stats)
     assert found.keys() == {job.number for job in JOBS[:3]}
     assert {job.number: reason for job, reason in stats.lost} == {

@@ -115,7 +115,7 @@ def test_lost_episodes_stay_lost(
     """They are counted, and not tried again by the run that goes on: it would be another one."""
     made = collector(pool, tmp_path, retries=0)
     make_trouble(monkeypatch, tmp_path, fail=1)
-    with pytest.warns(PirlWarning, match="going on without it"), pytest.raises(CollectionStoppedError):
+    with pytest.warns(PirlWarning, match="continuing without it"), pytest.raises(CollectionStoppedError):
         gather(made, after(4))
     state = made.state()
     assert len(state["lost"]) == 1
@@ -149,7 +149,7 @@ def test_one_that_is_left_and_lost_is_no_broken_environment(
     again = collector(pool, tmp_path, retries=0)
     again.restore(made.state())
     make_trouble(monkeypatch, tmp_path, fail=EVER)
-    with pytest.warns(PirlWarning, match="going on without it"):
+    with pytest.warns(PirlWarning, match="continuing without it"):
         assert len(gather(again)) == 5
 
 

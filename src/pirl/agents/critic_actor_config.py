@@ -67,7 +67,7 @@ class QCFQLConfig(QChunkingConfig):
         if run.rollout.flow_steps != 1:
             yield (
                 f"rollout.flow_steps is {run.rollout.flow_steps}, and QC-FQL's student takes one Euler step",
-                "say so, since servers and reports go by it: --rollout.flow-steps 1",
+                "set --rollout.flow-steps 1",
             )
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:

@@ -64,7 +64,7 @@ class DSRLConfig(FrozenPolicyConfig):
         if run.rollout.flow_steps != self.flow_steps:
             yield (
                 f"rollout.flow_steps is {run.rollout.flow_steps}, agent.flow_steps is {self.flow_steps}",
-                "the actor learns where noise leads in so many Euler steps: make them equal",
+                "make them equal: the noise is specific to the number of Euler steps",
             )
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:

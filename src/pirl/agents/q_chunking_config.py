@@ -133,7 +133,7 @@ class ChunkCriticConfig(AgentConfig):
             )
         if self.halved and run.critic.num_critics < 2:
             yield (
-                f"agent.members is 'halves' and there is {run.critic.num_critics} critic: it would learn from half",
+                f"agent.members is 'halves' with {run.critic.num_critics} critic: it would train on half of the data",
                 "--agent.members all; or more critics: --critic.num-critics 2",
             )
         if self.gate is not None and not run.data.held_out:
@@ -154,17 +154,17 @@ class ChunkCriticConfig(AgentConfig):
         if outcome == "step_penalty" and run.data.failure == "terminal" and not run.data.failure_reward:
             yield (
                 "data.outcome 'step_penalty' with failures that end the task at no cost: failing early would pay",
-                "make a failure cost more than going on, such as --data.failure-reward -100, or a time-out: "
+                "make a failure cost more than continuing, such as --data.failure-reward -100, or a time-out: "
                 "--data.failure timeout",
             )
         if outcome == "step_penalty" and run.data.takeover == "failure" and not run.data.takeover_cost:
             yield (
                 "data.outcome 'step_penalty' with takeovers that end the task at no cost: being taken over would pay",
-                "make one cost more than going on, such as --data.takeover-reward -100, or --data.takeover ignore",
+                "make it cost more than continuing, such as --data.takeover-reward -100, or --data.takeover ignore",
             )
         if self.reward_once and outcome == "step_penalty":
             yield (
-                "data.outcome 'step_penalty' pays at every step, and agent.reward_once says that one step does",
+                "data.outcome 'step_penalty' has a reward at every step, but agent.reward_once allows only one",
                 "it bounds the values: --agent.no-reward-once",
             )
 

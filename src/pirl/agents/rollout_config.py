@@ -165,11 +165,11 @@ class RIPTConfig(AgentConfig):
         if self.epochs > 1:
             raise ConfigError(
                 f"loss 'raw' with {self.epochs} epochs: the loss of bad rollouts is unbounded below",
-                hint="it is a policy gradient for the first step only: epochs 1, or a loss that may be minimised (nft)",
+                hint="it is a policy gradient for the first step only: use epochs 1, or a bounded loss (nft)",
             )
         warnings.warn(
-            "loss 'raw' pushes velocities away from bad rollouts without a bound: with large steps the policy leaves "
-            "the task, all rollouts fail alike, and nothing is left to learn from. `nft` does the same with a bound.",
+            "loss 'raw' pushes velocities away from bad rollouts without a bound: with large steps the policy "
+            "diverges, all rollouts fail, and there is no learning signal. `nft` is the bounded version.",
             PirlWarning,
             stacklevel=4,
         )

@@ -105,9 +105,9 @@ def damaged_step(folder: Path, reason: str) -> CheckpointError:
     good = next((step for step in resumable if not damage(run / str(step))), None)
     return CheckpointError(
         f"step {number} is damaged: {reason}",
-        hint="no earlier step is whole: copy the checkpoint again, or start a new run"
+        hint="no earlier step is intact: copy the checkpoint again, or start a new run"
         if good is None
-        else f"step {good} is whole: move {folder} away to go on from there",
+        else f"step {good} is intact: move {folder} away to resume from it",
     )
 
 
@@ -169,4 +169,4 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) - 1)), thread_name_prefix="pirl-checksums")
 
 
-_HINT = f"the files are damaged: copy them again, or take another step; of a change on purpose, delete {CHECKSUMS_FILE}"
+_HINT = f"the files are damaged: copy them again, or use another step; if you changed them, delete {CHECKSUMS_FILE}"

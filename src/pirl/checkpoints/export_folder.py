@@ -54,7 +54,7 @@ def fresh_directory(target: str | os.PathLike[str], *, overwrite: bool) -> Itera
             raise
         raise CheckpointError(
             f"{final} could not be written: {reason_of(error)}",
-            hint="is the disk full or read-only? Nothing was left behind; what was there before is untouched",
+            hint="is the disk full or read-only? No partial files remain; an earlier export is untouched",
         ) from error
     if first:
         _remove_leftovers(aside)

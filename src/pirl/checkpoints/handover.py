@@ -22,7 +22,7 @@ from openpi.training.config import (
 """
 
 ONE_STEP = (
-    "this policy takes one Euler step, OpenPI's server takes ten, and with ten it acts wrongly: add "
+    "this policy needs one Euler step, but OpenPI's server takes ten, which gives wrong actions: add "
     'sample_kwargs={"num_steps": 1} to create_trained_policy(...) in scripts/serve_policy.py'
 )
 
@@ -36,8 +36,8 @@ def openpi_config(name: str, model: Pi0Config, robot: Robot, asset_id: str, prom
 
 
 def handover_text(config: str, command: str, problems: tuple[str, ...] = ()) -> str:
-    """The file beside the weights: paste the config into OpenPI's `_CONFIGS`, then serve."""
-    warnings = "".join(f"# Mind: {problem}\n" for problem in problems)
+    """The file next to the weights: paste the config into OpenPI's `_CONFIGS`, then serve."""
+    warnings = "".join(f"# Warning: {problem}\n" for problem in problems)
     return (
         '"""Add this to _CONFIGS in src/openpi/training/config.py of OpenPI, then serve from its folder:\n\n'
         f'    {command}\n"""\n\n# ruff: noqa\n{warnings}\n{_IMPORTS}\nCONFIG = {config}\n'
@@ -45,15 +45,15 @@ def handover_text(config: str, command: str, problems: tuple[str, ...] = ()) -> 
 
 
 def serve_command(name: str, folder: str | Path) -> str:
-    """What to type in OpenPI's folder."""
+    """The command to run in OpenPI's folder."""
     return f"uv run scripts/serve_policy.py policy:checkpoint --policy.config={name} --policy.dir={folder}"
 
 
 BESIDE = (
-    "what this run learned is beside the policy's weights, which act as before training: serve the run's own "
+    "this run's improvement is not in the policy's weights, which act as before training: serve the run's own "
     "checkpoint with `pirl serve`"
 )
-"""Of algorithms whose `only_beside` is true."""
+"""For algorithms with `only_beside`."""
 
 
 def problems(model: Pi0Config, robot: Robot, *, beside: bool = False) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def check_directory(
         reached = f"with checkpoints of steps {', '.join(map(str, steps))}" if steps else "without a checkpoint"
         raise CheckpointError(
             f"{directory} is an existing run {reached}",
-            hint="--resume goes on with it, --overwrite deletes it, another --exp-name leaves it alone",
+            hint="--resume continues it, --overwrite deletes it, another --exp-name starts a new one",
         )
     if content and overwrite and not (steps or METADATA_FILE in names):
         raise CheckpointError(

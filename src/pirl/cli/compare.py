@@ -94,7 +94,7 @@ def _compare(args: argparse.Namespace, runs: Any, folder: Path, metric: str) -> 
             runs, folder=folder, metric=metric, episodes=args.episodes, jobs=args.jobs, stop=lambda: bool(stop)
         )
         if not comparison.run():
-            print("interrupted; the same command goes on from there")
+            print("interrupted; the same command continues")
             return INTERRUPTED
     _write_page(runs, folder)
     print(table(results_json(runs, comparison.asked)))

@@ -151,7 +151,7 @@ def _only_task(config: "RLTrainConfig") -> str | None:
 
 
 def _load(path: Path, found: Any, config: Any, *, dtype: str | None) -> Any:
-    """The weights of a described checkpoint: as stored where the files tell what they are, else as the preset is."""
+    """The weights of a checkpoint: with the stored shapes if the files define them, otherwise with the preset's."""
     from pirl.checkpoints import compare as fit
     from pirl.checkpoints import weights
     from pirl.models.pi0 import param_shapes
@@ -184,7 +184,7 @@ def _save_pytorch(
         print(f"merging adapters, scaled in attention by {vlm:g} (VLM) and {expert:g} (expert)")
         params = merge_lora(params, attn=(vlm, expert), ffn=(1.0, 1.0))
     if model is None and args.horizon is None:
-        _warn(f"{args.checkpoint} does not say how long its chunks are; config.json says 50: --horizon H")
+        _warn(f"{args.checkpoint} does not define its chunk length; config.json gets 50. Set it with --horizon H")
     return save_pytorch(
         params,
         args.out,
@@ -205,7 +205,7 @@ def variant_of(shape: tuple[int, ...], default: str) -> str:
     for name, gemma in GEMMA_VARIANTS.items():
         if shape == (gemma.depth, gemma.mlp_dim, gemma.width):
             return name
-    _warn(f"OpenPI has no name for a Gemma of layers x inner x width {shape}; config.json says {default}")
+    _warn(f"OpenPI has no name for a Gemma of layers x inner x width {shape}; config.json gets {default}")
     return default
 
 

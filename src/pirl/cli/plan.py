@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     args, settings = devices.parse_known_args(args.settings, args)
     config = cli([args.recipe, *settings], prog=f"pirl {NAME}")
     if args.device_gb is None or not args.device_gb > 0:
-        devices.error("--device-gb says how much memory one device has, such as 24 or 80")
+        devices.error("--device-gb is required: memory per device, such as 24 or 80")
 
     from pirl.planning.plan import plan
     from pirl.training.preflight import misfits

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(space_yaml(config, space), end="")
         return 0
     if args.trials is None:
-        flags.error("--trials says how many")
+        flags.error("--trials is required")
     _check(args, config)
     return _search(args, config, space, settings)
 
@@ -98,8 +98,7 @@ def _check(args: argparse.Namespace, config: Any) -> None:
         )
     if config.evaluation.split != "validation":
         raise ConfigError(
-            f"evaluation.split is {config.evaluation.split!r}: what is chosen on the test states cannot be reported on "
-            "them",
+            f"evaluation.split is {config.evaluation.split!r}: tuning on test states invalidates results on them",
             hint="--evaluation.split validation",
         )
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", args.study):
@@ -131,11 +130,11 @@ def _search(args: argparse.Namespace, config: Any, space: Any, settings: Sequenc
         ).run()
         if ending.interrupted:
             open_ones = ", ".join(f"trial {result.number}" for result in study.results() if result.state == "open")
-            print(f"interrupted{f' in {open_ones}' if open_ones else ''}; the same command goes on from there")
+            print(f"interrupted{f' in {open_ones}' if open_ones else ''}; the same command continues")
             return INTERRUPTED
         _show(study, args.recipe, settings)
         if not ending.finished:
-            print(f"out of time after {study.count()} of {args.trials} trials; the same command goes on")
+            print(f"out of time after {study.count()} of {args.trials} trials; the same command continues")
         if study.best() is None:
             raise ConfigError("no trial was finished", hint=f"why is in {study.search.folder / 'results.csv'}")
     return 0

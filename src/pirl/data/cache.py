@@ -245,7 +245,7 @@ class FrameCache:
         self.tier = "pool"
         warnings.warn(
             f"the disk is too full for the frame cache in {folder} ({why}): frames are decoded when needed, which is "
-            "slower. Free some space or set PIRL_HOME to a larger disk, and the next run goes on from here",
+            "slower. Free some space or set PIRL_HOME to a larger disk, and the next run continues here",
             PirlWarning,
             stacklevel=2,
         )

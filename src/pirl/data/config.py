@@ -130,24 +130,31 @@ class DataConfig(Checked):
                 "name one per dataset (`none`: no file), or label the datasets with `pirl label`",
             )
         if not -math.inf < self.failure_reward <= 0:
-            refuse(f"failure_reward is {self.failure_reward}", "0, or a negative number: failures are not to be sought")
+            refuse(
+                f"failure_reward is {self.failure_reward}", "0 or negative: a positive reward would make failing a goal"
+            )
         if self.failure == "timeout" and self.failure_reward:
             refuse(
                 f"failure_reward is {self.failure_reward} and failures are time-outs",
-                "nothing is paid where the task goes on: failure terminal, or failure_reward 0",
+                "a time-out has no failure reward: set failure terminal, or failure_reward 0",
             )
         if not -math.inf < self.takeover_cost <= 0:
             refuse(f"takeover_reward is {self.takeover_cost}", "0, or a negative number")
         if self.takeover == "failure" and not self.takeover_window:
-            refuse("a takeover is a failure of no steps", "takeover_window at least 1, or takeover ignore")
+            refuse(
+                "takeover is 'failure' and takeover_window is 0",
+                "set takeover_window to at least 1, or takeover ignore",
+            )
         if self.takeover == "failure" and self.boundary == "drop":
-            refuse("takeover is 'failure' and boundary is 'drop'", "Q-chunking's rule counts behind an end: use pad")
+            refuse(
+                "takeover is 'failure' and boundary is 'drop'", "drop uses steps after the end of an episode: use pad"
+            )
         if not (0 <= self.held_out <= 0.5 or self.held_out >= 1) or (self.held_out % 1 and self.held_out > 1):
             refuse(f"held_out is {self.held_out:g}", "a share up to 0.5, a whole number of episodes per outcome, or 0")
         if self.n_step > 1 and self.boundary == "drop":
-            refuse(f"n_step is {self.n_step} and boundary is 'drop'", "Q-chunking's rule counts one chunk: n_step 1")
+            refuse(f"n_step is {self.n_step} and boundary is 'drop'", "drop supports a single chunk: n_step 1")
         if self.cache == "pool" and self.episodes_per_memory_pool is None:
-            refuse("cache is 'pool' without episodes_per_memory_pool", "say how many episodes a pool has")
+            refuse("cache is 'pool' without episodes_per_memory_pool", "set the number of episodes per pool")
 
     @property
     def success_files(self) -> tuple[str | None, ...]:

@@ -214,7 +214,7 @@ def find_norm_stats(config: DataConfig, robot: Robot, horizon: int) -> dict[str,
         return compute_norm_stats(create_source(config, robot), robot, horizon)
     if (folder := own_assets(config)) is None:
         raise ConfigError(
-            "data: neither asset_id nor repo_ids says whose normalisation statistics to use",
+            "data: set asset_id or repo_ids to choose the normalisation statistics",
             hint=f"set asset_id to the folder below {config.assets_dir} that holds {names.NORM_STATS_FILE}",
         )
     if not (folder / names.NORM_STATS_FILE).is_file():

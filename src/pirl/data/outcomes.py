@@ -58,7 +58,7 @@ def settle(rule: OutcomeRule, available: Collection[str], *, where: str) -> Outc
     usable = NEXT_REWARD in found or NEXT_SUCCESS in found
     if rule.success_file and rule.rule == "columns":
         raise ConfigError(
-            "the outcome rule 'columns' reads what was recorded, and a success file says otherwise",
+            "the outcome rule 'columns' uses recorded outcomes, which conflicts with a success file",
             hint="declare rule sparse_success (1 at success) or step_penalty (-1 per step, 0 at success)",
         )
     if rule.success_file and rule.rule == "auto":

@@ -234,7 +234,7 @@ class LeRobotWriter:
         if not self._length:
             raise DataError(f"{self.root}: episode {index} has no frames", hint="call add_frame first")
         if not task.strip():
-            raise DataError(f"{self.root}: episode {index} has no task", hint="say what the robot is to do, in words")
+            raise DataError(f"{self.root}: episode {index} has no task", hint="describe the task in words")
         try:
             with writing(self.root):
                 for video in self._videos.values():

@@ -31,7 +31,7 @@ class GymEnv(RobotEnv):
         spec = self.env.spec
         limit = config.max_steps or (None if spec is None else spec.max_episode_steps)
         if limit is None:
-            raise EnvError(f"{config.id} has no time limit", hint="say how long an episode may be: env.max_steps")
+            raise EnvError(f"{config.id} has no time limit", hint="set the episode length: env.max_steps")
         self.max_steps = limit
         space = self.env.action_space
         if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
@@ -109,7 +109,7 @@ class GymEnv(RobotEnv):
         # A misspelt key would otherwise be a policy that never succeeds.
         raise EnvError(
             f"{self._config.id}: the episode ended without {key!r} in info; it has {', '.join(entries) or 'nothing'}",
-            hint="set env.success_key to the entry that says so, or to None where an episode terminates by success",
+            hint="set env.success_key to the entry that reports success, or to None if termination means success",
         )
 
 

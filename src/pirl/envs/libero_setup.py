@@ -123,7 +123,9 @@ def load_tasks(suite: str) -> tuple[Task, ...]:
     for file in (file for task in loaded for file in (task.bddl, task.init_states)):
         if not file.is_file():
             config = import_module("libero.libero").config_file
-            raise EnvError(f"{file} of suite {suite} is missing", hint=f"LIBERO looks where {config} says: correct it")
+            raise EnvError(
+                f"{file} of suite {suite} is missing", hint=f"{config} defines where LIBERO looks: correct it"
+            )
     return loaded
 
 

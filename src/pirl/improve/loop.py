@@ -202,7 +202,7 @@ def newest_step(runs: Path, name: str) -> Path:
     """The last step folder of a run."""
     steps = [path for path in runs.glob(f"*/{name}/*") if path.is_dir() and path.name.isdigit()]
     if not steps:
-        raise DataError(f"{runs}: run {name} left no checkpoint", hint="its log says why")
+        raise DataError(f"{runs}: run {name} left no checkpoint", hint="see its log")
     return max(steps, key=lambda path: int(path.name))
 
 

@@ -45,7 +45,7 @@ def run(command: Sequence[str], log: Path) -> None:
         said = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
         raise ProcessError(
             f"{shlex.join(command)} ended with {code}; the last lines of {log}:\n{said}",
-            hint="repair it, and run the same `pirl improve` again: it goes on here",
+            hint="fix it, and run the same `pirl improve` again: it continues here",
         )
 
 

@@ -149,7 +149,7 @@ def all_alive() -> Iterator[None]:
             raise LostProcessError(
                 f"process {jax.process_index()} of {jax.process_count()} lost another one: "
                 f"{chain[-1].splitlines()[0][:300]}",
-                hint="its own log, or the scheduler's, says why; start all of them again with --resume auto: complete "
+                hint="see its log, or the scheduler's; start all of them again with --resume auto: complete "
                 "steps are untouched",
             ) from error
         raise
@@ -174,7 +174,7 @@ def barrier(name: str, timeout: int | float = 600) -> None:
         raise DistributedError(
             f"process {jax.process_index()} waited {timeout:g} s at {name!r} for all {jax.process_count()} processes: "
             f"{str(error).splitlines()[0][:300]}",
-            hint="another process failed or is slower: its own log says why; a longer timeout only helps the slow",
+            hint="another process failed or is slower: see its log; a longer timeout only helps slow processes",
         ) from error
 
 
@@ -188,7 +188,7 @@ def host_slice(batch: Any, mesh: Mesh) -> Any:
         spans = sorted({index[0].indices(size)[:2] for index in places.values() if index is not None})
         first, last = spans[0][0], spans[-1][1]
         if sum(stop - start for start, stop in spans) != last - first:
-            raise ConfigError("this process's rows of a batch lie apart", hint="make the mesh with make_mesh")
+            raise ConfigError("this process's rows of a batch are not contiguous", hint="make the mesh with make_mesh")
         return leaf[first:last]
 
     return jax.tree.map(rows, batch)

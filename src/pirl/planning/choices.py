@@ -45,7 +45,7 @@ def with_choices(config: RLTrainConfig) -> RLTrainConfig:
         print("\n".join(said))
     if is_main() and not fits:
         message = f"by estimate a batch of {config.batch_size} does not fit into {room:.0f} GiB per device"
-        warnings.warn(PirlWarning(f"{message}: `pirl plan {config.name}` says what would"), stacklevel=3)
+        warnings.warn(PirlWarning(f"{message}: `pirl plan {config.name}` shows what would"), stacklevel=3)
     return replace(found, model=replace(found.model, attention=model.attention))  # type: ignore[arg-type]
 
 

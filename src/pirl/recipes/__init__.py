@@ -1,7 +1,7 @@
 """Named configurations. `get_config` returns one by name, `load` also reads YAML files, `cli` also applies flags.
 
-A recipe is Python: one `RLTrainConfig` in the module of its robot. The module's docstring gives the command, the
-hardware, and what is known of the results.
+A recipe is Python: one `RLTrainConfig` in the module of its robot. The module's docstring has the commands, the
+hardware requirements and the known results.
 """
 
 import shlex

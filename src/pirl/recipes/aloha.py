@@ -14,15 +14,15 @@ attempts. Outcomes come from next.success or next.reward; without such a column,
 Q-chunking: π₀ predicts 20 actions (0.4 s); the critic scores and the robot executes all of them. The discount is
 1 - 1/1000, for a task of 20 seconds at 50 Hz: a success is worth 0.37 at the start; with 0.99 it would be 0.00004. Ten
 critics of 3 × 512 with LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss) from actions clipped at 4
-standard deviations. For 2,000 steps they learn the observed returns, then bootstrapped ones; the actor imitates until
-their ranking of held-out episodes correlates 0.3 with the returns. Best of 4; advantage-weighted imitation with a plain
-BC share of 0.05, weaker where the ten critics disagree. Behaviour cloning uses OpenPI's settings and is a good start:
-`--init-weights checkpoints/bc_aloha_fold/warm/20000`.
+standard deviations. For 2,000 steps they regress observed returns, then bootstrapped targets; the actor imitates until
+the rank correlation of values and returns on held-out episodes reaches 0.3. Best of 4; advantage-weighted imitation
+with a BC weight of 0.05, closer to uniform weights where the ten critics disagree. Behaviour cloning uses OpenPI's
+settings and is a good start: `--init-weights checkpoints/bc_aloha_fold/warm/20000`.
 
-One episode in ten of each outcome is held out to measure on (`data.held_out`): there is no simulator of a real task.
+One episode in ten of each outcome is held out for validation (`data.held_out`), because a real task has no simulator.
 
-RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed like OpenPI's
-client, groups of 8 rollouts, full rendering, because the checkpoint was trained on it.
+RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed as in OpenPI's
+client, groups of 8 rollouts, and full rendering, because the checkpoint was trained on it.
 
 PPO over the denoising path (`flow_ppo_aloha_transfer`): the same with πRL's rates (5e-6 for the expert, 1e-4 for the
 value) and a value on the frozen prefix.

@@ -10,14 +10,14 @@ let_go=0.35 time_scale=0.7 grasp_error=0.006 waypoint_noise=0.01 action_noise=0.
     pirl train dsrl_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
     pirl train ript_aloha_transfer_small --exp-name rl --init-weights checkpoints/bc_aloha_transfer_small/bc/8000
 
-The scripted expert makes two wrong choices on purpose: it reaches 5 cm beside the cube, or it lets go of the cube
-before the other arm has it. About 40 % of its episodes succeed, after 140 of at most 200 steps. Three cameras of 75x99
+The scripted expert makes two deliberate errors: it reaches 5 cm beside the cube, or it drops the cube before the other
+arm has it. About 40 % of its episodes succeed, after 140 of at most 200 steps. Three cameras of 75x99
 pixels, without shadows: from above, where the cube is three pixels wide, and at both wrists, where it fills the picture
 when it is grasped. The policy plans 20 actions and executes 10. The discount is 1 - 1/200: a success is
-worth half at the start.
+worth one half at the start.
 
-Four critics (HL-Gauss, actions clipped at 4 standard deviations) learn the observed returns for 500 steps, and the
-actor imitates for as long. The VLM trains in imitation and is frozen afterwards, so one prefix serves everything.
+Four critics (HL-Gauss, actions clipped at 4 standard deviations) regress observed returns for the first 500 steps,
+while the actor imitates. The VLM trains during imitation and is frozen afterwards, so that all losses share one prefix.
 """
 
 from dataclasses import replace

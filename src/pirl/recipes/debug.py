@@ -3,7 +3,7 @@
     pirl train debug --exp-name first            Q-chunking (ACRLPD)
     pirl train debug_bc --exp-name first         behaviour cloning, the baseline
 
-Hardware: a CPU. The demonstrations move a point on a plane well, slowly or wrongly; imitation copies the mixture.
+Hardware: a CPU. The demonstrations move a point on a plane, and are good, slow or wrong; imitation copies the mixture.
 `--debug` shrinks any other recipe to this size: same algorithm, robot, chunks and datasets, but a tiny randomly
 initialised policy and a few steps, to test the set-up.
 """

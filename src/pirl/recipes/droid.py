@@ -8,13 +8,14 @@
 scored. The discount is 1 - 1/500: a success after 20 seconds (300 steps) is worth 0.55 at the start, one after 600
 steps, where episodes end, 0.30. Ten critics with LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss).
 They see actions up to ±2: quantiles put 98 % of the data within ±1, and a Gaussian's 4 standard deviations at 1.7. For
-2,000 steps they learn the observed returns, then bootstrapped ones: by bootstrapping alone a success would need 7,600
-to move back over the 38 chunks of 20 seconds (one in 1/τ = 200 updates). The actor imitates until their ranking of
-held-out episodes correlates 0.3 with the returns, and follows them less where they disagree. Where your episodes are
-longer, set `agent.discount` to match. Bring your own LeRobot dataset with the columns of OpenPI's DROID converter and
-an outcome column (next.success or next.reward). Copy the checkpoint's statistics from its assets/droid to assets/droid,
-so that joints keep their meaning. For joint positions instead of velocities: `--data.robot droid_joint_position`, with
-your own statistics. One episode in ten of each outcome is held out to measure on.
+2,000 steps they regress observed returns, then bootstrapped targets: by bootstrapping alone a success would need 7,600
+updates to propagate over the 38 chunks of 20 seconds (one chunk per 1/τ = 200 updates). The actor imitates until the
+rank correlation of values and returns on held-out episodes reaches 0.3, and follows the critics less where they
+disagree. If your episodes are longer, raise `agent.discount`. Bring your own LeRobot dataset with the columns of
+OpenPI's DROID converter and an outcome column (next.success or next.reward). Copy the checkpoint's statistics from its
+assets/droid to assets/droid, so that joints keep their normalisation. For joint positions instead of velocities:
+`--data.robot droid_joint_position`, with your own statistics. One episode in ten of each outcome is held out for
+validation.
 
 Hardware, by `pirl plan`, not measured: acrlpd_droid_lora 17 GiB, so one 24 GB card; the full model as for LIBERO.
 Results: not run at full size yet.

@@ -6,28 +6,28 @@
     pirl train ript_libero_goal --exp-name r1 --init-weights checkpoints/bc_libero/warm/30000 --env.assets LIBERO_ASSETS
     pirl train flow_ppo_libero_goal --exp-name p1 --init-weights checkpoints/bc_libero/warm/30000
 
-π₀.₅, because its released LIBERO checkpoint is the strongest: chunks of 10 actions, no state in the prompt, as it was
-trained. The critic reads the state and scores the 5 actions that OpenPI's client executes before replanning. The
+π₀.₅, because its released LIBERO checkpoint is the strongest: chunks of 10 actions, no state in the prompt, as in its
+training. The critic reads the state and scores the 5 actions that OpenPI's client executes before replanning. The
 discount is 1 - 1/500: the longest episodes have 520 steps, and a success there is still worth 0.35 at the start. Ten
 critics with LayerNorm and dropout 0.1 predict histograms of the return (HL-Gauss). They see actions up to ±2: quantiles
-put 98 % of the data within ±1, and a Gaussian's 4 standard deviations at 1.7. For 2,000 steps they learn the observed
-returns, then bootstrapped ones: by bootstrapping alone a success moves back by one chunk in 1/τ = 200 updates, and
-would need 6,400 for the 32 chunks of an average demonstration. The actor imitates until their ranking of held-out
-episodes correlates 0.3 with the returns, and follows them less where they disagree. One episode in ten of each outcome
-is held out to measure on.
+put 98 % of the data within ±1, and a Gaussian's 4 standard deviations at 1.7. For 2,000 steps they regress observed
+returns, then bootstrapped targets: by bootstrapping alone a success propagates by one chunk per 1/τ = 200 updates, and
+would need 6,400 for the 32 chunks of an average demonstration. The actor imitates until the rank correlation of values
+and returns on held-out episodes reaches 0.3, and follows the critics less where they disagree. One episode in ten of
+each outcome is held out for validation.
 
-The dataset physical-intelligence/libero holds only successful demonstrations: from them the critic learns which path is
+The dataset physical-intelligence/libero has only successful demonstrations: from them the critic learns which path is
 shorter, not what fails. Add rollouts with outcomes (a column next.success). Copy the checkpoint's statistics from its
 assets/physical-intelligence/libero to assets/physical-intelligence/libero.
 
-Behaviour cloning is OpenPI's pi05_libero, setting by setting.
+Behaviour cloning has the settings of OpenPI's pi05_libero.
 
 RIPT (`ript_libero_goal`) needs no critic and no dataset: groups of 8 rollouts from the same initial state; only the
 action expert trains. A released checkpoint solves most of libero_goal: start from a weaker one (few demonstrations), or
-every group is rejected because all its rollouts succeed. Of the 50 initial states of each task, 40 are trained on; the
-last 10 are evaluated during training (100 episodes) and give the result: `pirl eval CHECKPOINT --split validation
---episodes 100`. LIBERO's own test (`--split test`) has all 50, of which this policy has seen 40. `--variant quick`
-makes two small iterations, `--variant benchmark` evaluates 50 episodes of every task before and after.
+every group is rejected because all its rollouts succeed. Of the 50 initial states of each task, 40 are for training;
+the last 10 are for evaluation, during training (100 episodes) and for the result: `pirl eval CHECKPOINT --split
+validation --episodes 100`. LIBERO's own test (`--split test`) uses all 50, of which this policy has seen 40.
+`--variant quick` runs two small iterations, `--variant benchmark` evaluates 50 episodes of every task before and after.
 
 PPO over the denoising path (`flow_ppo_libero_goal`): the same states, rollouts and trained weights; πRL's rates (5e-6
 for the expert, 1e-4 for the value), clip and passes, a value on the frozen prefix.

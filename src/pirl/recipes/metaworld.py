@@ -10,23 +10,23 @@
     pirl train dsrl_metaworld_mt10 --exp-name first --init-weights checkpoints/bc_metaworld_mt10/first/10000
     pirl train ript_metaworld_mt10 --exp-name first --init-weights checkpoints/acrlpd_metaworld_mt10/first/4000
 
-All of it and its table by one command: benchmarks/results/metaworld_mt10.py. The demonstrations are imperfect by
-choice: half of them act 12 cm beside the right place, a quarter starts so and corrects itself. Of 400 such episodes
-48 % succeeded. They may last 200 steps, a policy has 150: the expert needs at most 96 in the median of every task, so a
-detour may come too late.
+benchmarks/results/metaworld_mt10.py runs all of this and writes the table. The demonstrations are imperfect on purpose:
+half of them act 12 cm beside the right place, and a quarter start that way and correct themselves. Of 400 such episodes
+48 % succeeded. They may take 200 steps, a policy has 150: the expert's median is at most 96 in every task, so a detour
+may exceed the limit.
 
-The policy sees two pictures of 99 pixels (81 patches each), one of the table and one at the gripper, the hand's place
-and the gripper's opening, and the instruction; where the objects are it has to look for. The robot acts at 80 Hz:
-chunks of 10 actions are an eighth of a second, 15 decisions an episode, all executed and all scored by the critic.
+The policy sees two images of 99 pixels (81 patches each), one of the table and one from the gripper, the position of
+the hand, the opening of the gripper, and the instruction, but no object positions. The robot acts at 80 Hz: a chunk of
+10 actions is an eighth of a second, so an episode has 15 decisions, all executed and all scored by the critic.
 The discount is 1 - 1/100: a success after 90 steps is worth 0.40, one with a detour of 60 steps 0.22. Four critics
-(HL-Gauss, actions clipped at 4 standard deviations) learn the observed returns for 500 steps while the actor
-imitates, then bootstrapped ones. Seven in ten steps are of failures, so the filter keeps the best quarter. The VLM
-trains in imitation and is frozen afterwards.
+(HL-Gauss, actions clipped at 4 standard deviations) regress observed returns for the first 500 steps, while the actor
+imitates, then bootstrapped targets. Seven in ten steps belong to failures, so the filter keeps the best quarter. The
+VLM trains during imitation and is frozen afterwards.
 
-RIPT rolls out 32 groups of 8 an iteration; tasks that always or never succeed teach nothing and are drawn less often.
+RIPT rolls out 32 groups of 8 per iteration; tasks that always or never succeed give no signal and are drawn less often.
 
-Hardware: one GPU and 16 cores that step the simulator, 1.2 GB of memory for each worker process that renders all ten
-tasks on the processor. Results: not run yet.
+Hardware: one GPU and 16 cores for the simulator, 1.2 GB of memory for each worker process that renders all ten tasks on
+the CPU. Results: not run yet.
 """
 
 from dataclasses import replace

@@ -16,7 +16,7 @@
     pirl train dsrl_tabletop_online --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
     pirl train rl_token_tabletop --exp-name first --init-weights checkpoints/bc_tabletop/first/2400
 
-Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter goes to a wrong zone, a quarter takes a detour,
+Hardware: a CPU. The demonstrations are imperfect on purpose: a quarter go to the wrong zone, a quarter take a detour,
 some let go too early. Imitation copies the mixture; success labels and a discount are enough to do better.
 """
 

@@ -97,7 +97,7 @@ class PolicyClient:
                 self._socket, self._metadata = self._connect()
                 self.reconnects += 1
         if isinstance(reply, str):  # OpenPI's server closes the connection after it
-            raise ServerError(f"Error in inference server:\n{reply}", hint="the server's log says more")
+            raise ServerError(f"Error in inference server:\n{reply}", hint="see the server's log")
         answer = wire.unpack(reply, _LIMITS)
         if not isinstance(answer, dict) or "actions" not in answer:
             raise WireError(f"{self._uri}: the reply holds no actions", hint="is this a policy server?")

@@ -93,7 +93,7 @@ class Recorder:
         if self.running:
             raise DataError(f"{self.root}: an episode is running", hint="call end(success=...) or discard() first")
         if not task.strip():
-            raise DataError(f"{self.root}: the episode has no task", hint="say what the robot is to do, in words")
+            raise DataError(f"{self.root}: the episode has no task", hint="describe the task in words")
         self._check_budget()
         if self._writer is None or not self._writer.alive:
             self._writer = _Writer(self._open, max_pending=self._max_pending)

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--episodes", type=int, default=1, help="how many to run")
     parser.add_argument("--inits", help="initial states, as numbers with commas (default 0, 1, ...)")
     parser.add_argument("--record", type=Path, help="dataset to write")
-    parser.add_argument("--execute", type=int, help="steps of a chunk before the next (default: what the server says)")
+    parser.add_argument("--execute", type=int, help="steps of a chunk before the next (default: the server's)")
     parser.add_argument("--prefetch", action="store_true", help="ask for the next chunk early")
     parser.add_argument("--supervise", type=float, default=0.0, help="share of episodes with a supervisor")
     parser.add_argument("--purpose", choices=("collect", "compare"), default="collect", help="compare: no supervisor")

@@ -162,7 +162,7 @@ class _Queue:
             outlook = "it is repeated"
         else:
             self._stats.lost.append((job, reason))
-            outlook = f"tried {tries} times, going on without it"
+            outlook = f"tried {tries} times, continuing without it"
             if self._stats.episodes == 0 and len(self._stats.lost) >= self._enough:
                 raise EnvError(message, hint="no episode could be finished: try the environment with pirl.envs.check")
         warnings.warn(f"{message}; {outlook}", PirlWarning, stacklevel=2)

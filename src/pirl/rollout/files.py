@@ -73,7 +73,7 @@ def _read(path: Path) -> Rollout:
     try:
         arrays = read_arrays(path)
         if _digest(arrays) != path.stem.split("-")[-1]:
-            raise ValueError("its content is not what its name says")
+            raise ValueError("its content does not match the hash in its name")
         outcome = int(arrays["success"])
         return Rollout(
             context=Context(str(arrays["context_task"]), int(arrays["context_init"])),
@@ -91,7 +91,7 @@ def _read(path: Path) -> Rollout:
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path} cannot be read as an episode: {error}",
-            hint="restore the run's folder of rollouts, or go on from an earlier checkpoint",
+            hint="restore the run's rollouts folder, or resume from an earlier checkpoint",
         ) from error
 
 

@@ -191,7 +191,7 @@ class _Seat:
                     raise EnvError(
                         f"an environment worker failed {failures} times in a row while starting; the last time:\n"
                         f"{lost.details.rstrip()}",
-                        hint="`rollout.backend=local` makes the environments in this process, which may say more",
+                        hint="`rollout.backend=local` creates the environments in this process, which may show more",
                     ) from None
                 self._replace(f"{lost.reason}, while starting")
         return self._info

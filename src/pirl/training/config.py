@@ -191,5 +191,5 @@ class ResumeMode:
         if self.resume and self.overwrite:
             raise ConfigError(
                 "resume and overwrite are both set",
-                hint="--resume goes on with the run that is there, --overwrite deletes it: choose one",
+                hint="--resume continues the existing run, --overwrite deletes it: choose one",
             )

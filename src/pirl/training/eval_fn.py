@@ -85,7 +85,7 @@ def checked(found: Any, name: str) -> dict[str, float]:
         if not isinstance(key, str) or not isinstance(value, Real | np.ndarray | jax.Array) or np.shape(value):  # type: ignore[arg-type]
             raise ConfigError(
                 f"eval_fn {name} returned {key!r}: {type(value).__name__}, expected a name and one number",
-                hint="return means, not arrays, and leave out what is not a number",
+                hint="return means, not arrays, and only numbers",
             )
     metrics = {key if "/" in key else f"{GROUP}/{key}": float(value) for key, value in found.items()}
     return {key: value for key, value in metrics.items() if math.isfinite(value)}

@@ -50,7 +50,7 @@ EXPECTED_CHANGES = (
     *("debug_nans", "log_memory", "watchdog", "recovery", "evaluation.films", "evaluation.films_kept"),
     *("rollout.backend", "rollout.num_workers", "rollout.worker_timeout", "rollout.worker_start_timeout"),
 )
-"""Settings that may differ when a run is resumed: none of them changes what is learned from a batch."""
+"""Settings that may change when a run resumes: none of them changes an update."""
 
 
 def train(
@@ -162,7 +162,7 @@ def run(
                     stream.notice(metrics)
                     log.gather(metrics)
             except CollectionStoppedError:  # no update of this step has run
-                stopped, ending = True, f"interrupted while collecting for step {step}; --resume goes on from there"
+                stopped, ending = True, f"interrupted while collecting for step {step}; --resume continues"
                 ending += saver.leave(state, step - 1, None)
                 break
             except EnvError:  # broken environments; the weights are fine
@@ -188,7 +188,7 @@ def run(
             if patience.exhausted(values if values and log.closing is None else {}) and step < total:
                 ending = f"stopped early at step {step}: {patience}"
             elif step < total and stop.agreed(step):
-                stopped, ending = True, f"interrupted after step {step}; --resume goes on from there"
+                stopped, ending = True, f"interrupted after step {step}; --resume continues"
             over = step == total or bool(ending)
             if stopped:
                 ending += saver.leave(state, step, values)

@@ -216,7 +216,7 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
         yield ConfigError(f"{config.name} has no dataset", hint=hint)
     else:
         yield ConfigError(
-            "neither data.asset_id nor a dataset says whose normalisation statistics to use",
+            "no data.asset_id and no dataset to choose the normalisation statistics by",
             hint=f"--data.asset-id NAME, the folder below {config.data.assets_dir} that holds them",
         )
 

@@ -51,7 +51,7 @@ def read(folder: Path) -> tuple[Recovery, ...]:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {type(error).__name__}: {error}",
-            hint="without it the run goes on with the settings it is given, and with every batch",
+            hint="without it the run continues with its given settings and all batches",
         ) from error
 
 

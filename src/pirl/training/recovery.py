@@ -61,7 +61,7 @@ def train(
             if found is None:
                 raise OutOfMemoryError(
                     f"out of memory: {_first_line(error)}",
-                    hint=f"`pirl plan {config.name}` says what fits: a smaller batch, more devices (--mesh.fsdp), "
+                    hint=f"`pirl plan {config.name}` shows what fits: a smaller batch, more devices (--mesh.fsdp), "
                     "--agent.accumulate N, --model.remat full, fewer trainable weights (--freeze)",
                 ) from error
             config = _go_back(config, found)
@@ -76,7 +76,7 @@ def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
     if changes := recovered.changes_between(config, again):
         told = ", ".join(f"{path} {old} -> {new}" for path, (old, new) in changes.items())
         message = f"{config.run_dir} recovered {len(known)} time(s) and keeps the changed settings: {told}"
-        warnings.warn(f"{message} ({recovered.FILE} says why)", PirlWarning, stacklevel=3)
+        warnings.warn(f"{message} (reasons in {recovered.FILE})", PirlWarning, stacklevel=3)
     return again
 
 

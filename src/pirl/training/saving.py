@@ -39,18 +39,18 @@ class Saver:
         return_freed_memory()
 
     def leave(self, state: TrainState, step: int, values: dict[str, float] | None) -> str:
-        """Save before the end that was asked for, if there is time; what to say otherwise."""
+        """Save before a requested end if there is time; returns the message otherwise."""
         self.checkpoints.wait()  # what is under way comes first, and says how long one takes
         took, latest = self.checkpoints.seconds, self.checkpoints.latest_step()
         if self.stop.time_to_save(self.grace, took) or latest is None:
             self.save(state, step, values)
             return ""
         return (
-            f"; not saved: the last checkpoint took {took or 0:.0f} s, too long for what is left of "
-            f"checkpoint.grace {self.grace:g} s; step {latest} stands"
+            f"; not saved: the last checkpoint took {took or 0:.0f} s, longer than the rest of "
+            f"checkpoint.grace {self.grace:g} s; the last complete step is {latest}"
         )
 
     def finish(self) -> None:
-        """Wait until all is written, and delete what no checkpoint needs."""
+        """Wait for pending writes, and delete files that no checkpoint needs."""
         self.checkpoints.wait()
         self.stream.prune(kept["stream"] for kept in self.checkpoints.extras())

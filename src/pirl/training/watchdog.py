@@ -63,7 +63,7 @@ class Watchdog:
         self._beats.append(self._clock())
 
     def look(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Look at metrics that were just written; returns `health/...` for what is new."""
+        """Check newly logged metrics; returns `health/...` for new alarms."""
         if not self._config.enabled:
             return {}
         new = {name: text for name, text in self._findings(values) if name not in self._said}
@@ -71,7 +71,8 @@ class Watchdog:
             self._say(name, text)
         if new and self._config.stop:
             raise UnhealthyError(
-                "; ".join(new.values()), hint="the last checkpoint is kept; without watchdog.stop it is only said"
+                "; ".join(new.values()),
+                hint="the last checkpoint is kept; without watchdog.stop this is only a warning",
             )
         return dict.fromkeys((f"health/{name}" for name in new), 1.0)
 
@@ -97,8 +98,8 @@ class Watchdog:
             if self._struck(f"{name}, ever", best == 0 and not name.startswith("eval/"), patience=2):
                 yield (
                     "no_success",
-                    f"{name} has been 0 in two collections: where all fail alike, nothing can be learned from it; "
-                    "imitate for longer first, or begin with easier states",
+                    f"{name} has been 0 in two collections, so there is no learning signal; "
+                    "imitate for longer first, or start with easier states",
                 )
         yield from self._memorised(values)
         if "memory/host_gib" in values:
@@ -109,10 +110,10 @@ class Watchdog:
                 yield "memory", f"host memory grew from {seen[0]:.1f} to {seen[-1]:.1f} GiB in {patience} records"
         free = self._free(self._directory) / GIB
         if free < self._config.disk_gib:
-            yield "disk", f"{free:.1f} GiB are left on the disk of {self._directory}: checkpoints may fail soon"
+            yield "disk", f"only {free:.1f} GiB free on the disk of {self._directory}: checkpoints may fail soon"
 
     def _memorised(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Does the critic know its training batches, and of held-out episodes no more than chance would?"""
+        """Is the critic good on training batches, but no better than chance on held-out episodes?"""
         self._trained = values.get("critic/mc_correlation", self._trained)
         for name in ("held_out/auc", "held_out/rank_correlation"):
             if name not in values:
@@ -121,9 +122,9 @@ class Watchdog:
             if self._struck(name, self._trained > KNOWN and found < chance, patience=2):
                 yield (
                     "memorised",
-                    f"{name} is {found:.2f}, which a worthless critic reaches too (up to {chance:.2f} with so few "
-                    f"episodes), while on training batches its values correlate {self._trained:.2f} with the returns: "
-                    "it knows the episodes, not what makes them succeed. Check the labels, or record more failures",
+                    f"{name} is {found:.2f}, no better than chance (up to {chance:.2f} with so few episodes), although "
+                    f"on training batches values and returns correlate {self._trained:.2f}: the critic memorises "
+                    "episodes. Check the labels, or record more failures",
                 )
 
     def _struck(self, name: str, bad: bool, *, patience: int | None = None) -> bool:

@@ -221,7 +221,7 @@ class Comparison:
         else:
             reason, explained = explain(code, tail(one.run.file(".log"), one.begin_of_log))
             if not explained:
-                hint = f"all it said is in {one.run.file('.log')}; once that is mended, the same command goes on"
+                hint = f"see its log, {one.run.file('.log')}; once fixed, the same command continues"
                 raise PirlError(f"{one.run} failed: {reason}", hint=hint)
             note(one.run, failed=reason)
             self._print(f"{one.run} failed: {reason}")

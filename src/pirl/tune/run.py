@@ -212,7 +212,7 @@ class Tuner:
         """Record a failure, unless the settings do not explain it: then every trial would fail."""
         reason, explained = explain(code, tail(one.log, one.begin_of_log))
         self._unexplained = 0 if explained else self._unexplained + 1
-        hint = f"all it said is in {one.log}; once that is mended, the same command goes on"
+        hint = f"see its log, {one.log}; once fixed, the same command continues"
         if not explained and not self._study.count("done", "pruned"):
             raise PirlError(f"trial {one.trial.number} failed: {reason}", hint=hint)  # it stays open, to be repeated
         self._finish(one.trial, "failed", reason)

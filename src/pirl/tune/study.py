@@ -180,7 +180,7 @@ class Study:
         elif changes := _changes(there, json.loads(json.dumps(asked))):
             raise ConfigError(
                 f"{search.folder} was begun as another search\n{listing(changes)}",
-                hint="go on as it was begun, or begin another: --study NAME",
+                hint="continue with the original settings, or start another study: --study NAME",
             )
 
     def open_trials(self) -> list[Trial]:
