@@ -1,4 +1,4 @@
-"""Where a configuration becomes objects: policy, critic, agent and learning rates. Nothing is loaded or started."""
+"""Builds objects from a configuration: policy, critic, agent and learning rates. Loads and starts nothing."""
 
 import optax
 

@@ -1,4 +1,4 @@
-"""Configurations as YAML: dataclasses to plain data and back, by their annotations, and strictly.
+"""Configurations as YAML: dataclasses to plain data and back, driven by annotations, with strict checks.
 
 Unknown keys, values of another type and duplicate keys are errors that name the dotted path: a setting that is silently
 ignored costs a training run. Where a field may hold one of several dataclasses, the key `type`

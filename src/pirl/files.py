@@ -1,4 +1,4 @@
-"""Files that exist whole or not at all: written beside their place, synced, then renamed into it."""
+"""Atomic files: written to a temporary name, synced, then renamed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Names that appear in files and batches: OpenPI's, LeRobot's and the mission's, each written down once."""
+"""Names in files and batches: OpenPI's, LeRobot's and pirl's, each defined once."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Where things live on this machine. OpenPI's and LeRobot's own variables are honoured, so caches are shared."""
+"""Locations on this machine. OpenPI's and LeRobot's own variables apply, so caches are shared."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Processes that end with the one that started them, however that ends: also by `kill -9`, where no handler runs.
+"""Child processes that end with their parent, however it ends: also by `kill -9`, where no handler runs.
 
-And what a long-lived process owes the system: memory that it no longer uses.
+Also returns freed memory of long-lived processes to the system.
 """
 
 import contextlib

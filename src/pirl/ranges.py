@@ -1,4 +1,4 @@
-"""Ranges of settings, written once in their type: `batch_size: Count = 32`. Settings dataclasses inherit `Checked`."""
+"""Ranges of settings, as annotated types: `batch_size: Count = 32`. Settings dataclasses inherit `Checked`."""
 
 import math
 from dataclasses import dataclass

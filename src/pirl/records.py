@@ -1,4 +1,4 @@
-"""The records that packages hand to each other: an episode, a source of episodes, a Q-chunk batch. NumPy only."""
+"""The data structures shared between packages: an episode, a source of episodes, a Q-chunk batch. NumPy only."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from jaxtyping import Bool, Float, Int, UInt8
 Array = np.ndarray
 
 DEMONSTRATED, AUTONOMOUS, BLAMED, CORRECTED = range(4)
-"""Who chose an action, where batches say so (`ChunkBatch`). A dataset that does not say is a demonstration; else it was
-the policy, the policy shortly before a person took over (`data.takeover_window`), or that person."""
+"""Who chose an action (`ChunkBatch.acted_by`). Without the column it is a demonstration; otherwise the policy, the
+policy shortly before a takeover (`data.takeover_window`), or the operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """The low-dimensional half of one episode, in the robot's own units.
+    """The low-dimensional data of one episode, in the robot's own units.
 
     Row t holds the observation before action t, and the outcome of action t. Terminated (the task ended) and truncated
     (the recording ended) are different things and never merged: only the first forbids bootstrapping.
@@ -28,7 +28,7 @@ class Episode:
     state: Float[Array, "T S"]
     """Proprioception."""
     actions: Float[Array, "T A"]
-    """What was commanded."""
+    """Commanded actions."""
     rewards: Float[Array, "T"]
     """Reward of action t."""
     terminated: Bool[Array, "T"]
@@ -36,21 +36,22 @@ class Episode:
     truncated: Bool[Array, "T"]
     """The recording ended with action t for another reason (time limit, operator)."""
     success: bool | None = None
-    """Did the episode succeed? None where nobody said."""
+    """Whether the episode succeeded; None if unlabelled."""
     intended: Float[Array, "T H A"] | None = None
-    """For rollouts: the whole chunk the policy meant to execute from t on, also beyond the end of the episode; NaN from
-    the step on where a plan ends that was made before t."""
+    """For rollouts: the whole chunk the policy planned to execute from t on, also beyond the end of the episode; NaN
+    after the end of an earlier plan."""
     intervention: Bool[Array, "T"] | None = None
-    """True where a person (or a scripted corrector) chose action t instead of the policy. None where nobody says."""
+    """True where an operator (or a scripted corrector) chose action t instead of the policy. None if unknown."""
     observed: Bool[Array, "T"] | None = None
-    """False where state and pictures are those of an earlier row, as in recordings of a server. None: nowhere."""
+    """False where state and images repeat those of an earlier row, as in recordings at a server. None: all rows are
+    observed."""
 
     def __len__(self) -> int:
         return len(self.rewards)
 
 
 class EpisodeSource(ABC):
-    """Where episodes come from: a LeRobot dataset, several of them mixed, a replay buffer, or a class of your own.
+    """A source of episodes: a LeRobot dataset, a mixture of them, a replay buffer, or your own class.
 
     Subclass it and define the first five; the others have defaults.
     """
@@ -75,24 +76,24 @@ class EpisodeSource(ABC):
 
     @abstractmethod
     def frames(self, index: int) -> Mapping[str, UInt8[Array, "T h w 3"]]:
-        """Pictures of one episode at the model's size, letterbox rows not stored; may decode."""
+        """Images of one episode at the model's size, without letterbox rows; may decode."""
 
     @property
     def weights(self) -> Float[Array, "E"] | None:
-        """Probability of drawing each episode, which then includes its length. None: every step is equally likely."""
+        """Probability of drawing each episode, including its length. None: every step is equally likely."""
         return None
 
     @property
     def letterbox(self) -> bool:
-        """Whether pictures include the black borders that make them square."""
+        """Whether images include the black borders that make them square."""
         return False
 
     def frame_sizes(self) -> Mapping[str, tuple[int, int]]:
-        """Height and width of each camera's pictures; by default those of the first episode."""
+        """Height and width of each camera's images; by default those of the first episode."""
         return {camera: frames.shape[1:3] for camera, frames in self.frames(0).items()} if self.cameras else {}
 
     def prepare(self) -> bool:
-        """Decode now what can be kept; True if `frames` still decodes at each call and is worth calling ahead."""
+        """Decode ahead if possible; True if `frames` still decodes at each call and should be called ahead."""
         return False
 
 
@@ -112,35 +113,35 @@ class ChunkBatch(TypedDict, total=False):
     observations: Observations
     """At the first step t of the chunk."""
     next_observations: Observations
-    """At t + length, where the target bootstraps; the last observation where the episode ended before."""
+    """At t + length, where the target bootstraps; the last observation if the episode ended before."""
     actions: Float[Array, "B H A"]
     """Normalised, padded to the model's action dimension; steps outside the episode are masked by `valid`."""
     critic_actions: Float[Array, "B h A"]
-    """The chunk the critic scores: like `actions`, but its tail after an end never tells that there was an end."""
+    """The chunk the critic scores: like `actions`, but with a tail after an end that does not reveal the end."""
     rewards: Float[Array, "B H"]
     """Zero outside the episode, so that nothing is counted twice."""
     masks: Float[Array, "B H"]
     """1 while no step so far terminated: bootstrapping is allowed."""
     valid: Float[Array, "B H"]
-    """1 inside the episode, in chunks that the actor may imitate: of the policy's own, not all are."""
+    """1 inside the episode, in chunks that the actor may imitate (not all of the policy's own chunks)."""
     terminals: Float[Array, "B H"]
-    """1 from the step on with which the episode ended, for whatever reason."""
+    """1 from the step with which the episode ended, for whatever reason."""
     next_terminal: Float[Array, "B"]
-    """1 where the steps that the target counts end in a terminated one: it is the reward alone."""
+    """1 if the steps of the target end in a terminated one: the target is then the reward alone."""
     sequence_mask: Float[Array, "B"]
-    """1 where the critic learns from this sample: with `pad` everywhere but at the very last step of a cut recording,
-    with `drop` only full chunks."""
+    """1 if the critic trains on this sample: with `pad` all but the last step of a truncated recording, with `drop`
+    only full chunks."""
     length: Int[Array, "B"]
-    """L: steps the target counts, up to `n_step` times the critic's; it bootstraps with discount**L."""
+    """L: steps in the target, up to `n_step` times the critic's; it bootstraps with discount**L."""
     reward_sum: Float[Array, "B"]
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
     """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
     acted_by: Int[Array, "B H"]
-    """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that heed corrections;
-    steps outside the episode repeat its last one."""
+    """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that use corrections;
+    steps outside the episode repeat the last one."""
     episode: Int[Array, "B"]
-    """A number of the episode that depends on its actions alone, wherever and whenever it is read."""
+    """An identifier of the episode, a function of its actions alone."""
 
 
 class Spec(NamedTuple):
@@ -210,30 +211,30 @@ def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True, corrections
 
 @dataclass(frozen=True, order=True)
 class Context:
-    """Where an episode of an environment starts. The same context, the same first state, exactly."""
+    """Initial state of an episode in an environment. The same context starts bit-identically."""
 
     task: str
-    """Which of the environment's tasks."""
+    """The environment's task."""
     init: int
-    """Which of the task's initial states: a seed, or an index where their number is limited."""
+    """The task's initial state: a seed, or an index if their number is limited."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One episode a policy (or a scripted expert) acted out."""
+    """One episode of a policy or a scripted expert."""
 
     context: Context
-    """Where it started."""
+    """The initial state."""
     number: int
-    """Which episode of the collection it is; with the collection's seed this decides the policy's noise."""
+    """Number of the episode in the collection; with the collection's seed it determines the policy's noise."""
     episode: Episode
-    """What happened, in the robot's units; `intended` holds the policy's chunks."""
+    """The recorded episode, in the robot's units; `intended` holds the policy's chunks."""
     starts: Int[Array, "k"]
-    """The steps at which the policy looked and planned."""
+    """The steps at which the policy planned."""
     frames: Mapping[str, UInt8[Array, "n h w 3"]]
-    """The environment's pictures by their observation keys, at the steps in `frame_steps`."""
+    """The environment's images by observation key, at the steps in `frame_steps`."""
     frame_steps: Int[Array, "n"]
-    """The steps there are pictures of: all of them, or those in `starts`."""
+    """Steps with images: all of them, or those in `starts`."""
     notes: Mapping[str, Array] = field(default_factory=dict)
-    """What an exploring policy noted of its plans, in the order of `starts`. One entry more is of the observation that
-    an episode ended with that was cut off, for policies that look at it."""
+    """What an exploring policy noted per plan, in the order of `starts`. There is one extra entry for the last
+    observation of a truncated episode, if the policy values it."""

@@ -1,4 +1,4 @@
-"""What a search may try for one setting: a list of values or a range. No jax here."""
+"""Search range of one setting: a list of values or an interval. No jax here."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Code that a configuration names: robots, environments and algorithms of one's own, as `module:NAME`.
+"""User code named in a configuration: robots, environments and algorithms, as `module:NAME`.
 
 A configuration that a user writes may name any module. One that comes with a checkpoint may not: importing a module
 runs it. Such a configuration is refused unless the user names the module (`--trust MODULE`, or `PIRL_TRUST`), or has

@@ -85,7 +85,7 @@ def test_files_of_a_step_that_are_empty_or_gone(name: str, content: str | None, 
         return
     with pytest.raises(CheckpointError, match="step 3 is damaged") as caught:
         restore(run)
-    assert "step 2 is whole" in caught.value.hint
+    assert "step 2 is intact" in caught.value.hint
 
 
 def test_a_damaged_older_step_does_not_stop_a_run(run: Path) -> None:

@@ -79,7 +79,7 @@ def test_they_cannot_be_resumed_and_say_so(runs: tuple[RLTrainConfig, RLTrainCon
         largest.write_bytes(content[:-1])
         with pytest.raises(CheckpointError, match="step 8 is damaged") as raised:
             restored(light)
-        assert "no earlier step is whole" in raised.value.hint  # to go on from
+        assert "no earlier step is intact" in raised.value.hint  # to go on from
     finally:
         largest.write_bytes(content)
 

@@ -1,4 +1,4 @@
-"""ACRLPD: Q-chunking (arXiv 2507.07969) on a flow policy, with the improvement taken into the policy's weights.
+"""ACRLPD: Q-chunking (arXiv 2507.07969) on a flow policy, with the improvement distilled into the policy's weights.
 
     critic   y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
     actor    min E[ w · ‖v(x_t, t | s) - u‖² ]      w = min(exp(A/β), cap) / mean,  A = Q(s, a) - mean_n Q(s, a^n)

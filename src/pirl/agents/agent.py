@@ -33,77 +33,77 @@ Metrics = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything a run is made of. Groups are `policy` and, where the algorithm has one, `critic`."""
+    """Everything a run trains. Groups are `policy` and, if the algorithm has one, `critic`."""
 
     step: Any
     """Number of updates so far (int32 scalar)."""
     params: dict[str, Params]
     """Weights by group; frozen leaves of the policy are in bfloat16."""
     target: dict[str, Params] = field(default_factory=dict)
-    """Slowly following copies that targets are computed with, in float32."""
+    """Target networks: slow copies for computing targets, in float32."""
     ema: dict[str, Params] = field(default_factory=dict)
-    """Averages of the weights by group, for acting and evaluation; a group without averaging is absent."""
+    """EMA of the weights by group, for acting and evaluation; groups without an EMA are absent."""
     opt: dict[str, Any] = field(default_factory=dict)
     """Optimizer state by group, over the trainable leaves only."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """What an algorithm adapts as it goes, such as a temperature."""
+    """Adaptive scalars of the algorithm, such as a temperature."""
     frozen: frozenset[str] = field(default=frozenset(), metadata={"static": True})
     """Paths (`group/leaf/…`) of weights that never train. They exist once: `ema` and `target` share them."""
 
     @property
     def policy(self) -> Params:
-        """The weights to act with: averaged where there is an average."""
+        """The weights to act with: the EMA if there is one."""
         return self.ema.get("policy", self.params["policy"])
 
 
 class Choice(NamedTuple):
-    """What was chosen to do, and what a critic says of it."""
+    """A chosen chunk, with a critic's estimates."""
 
     chunk: Float[Array, "B H A"]
     value: Float[Array, "B"] | None = None
-    """The critic's value of the chunk; None where nothing was compared."""
+    """The critic's value of the chunk; None without a comparison of candidates."""
     spread: Float[Array, "B"] | None = None
     """Standard deviation of the values of all candidates."""
     notes: dict[str, Array] | None = None
-    """What learning will need to know of how it was chosen: the arrays that `Agent.notes` names, rows in front."""
+    """Additional arrays that learning needs, as declared in `Agent.notes`; rows first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What an algorithm is built from. `Agent.build` takes what it needs."""
+    """The parts an algorithm is built from. `Agent.build` takes what it needs."""
 
     policy: FlowPolicy
     """The flow policy, without weights."""
     policy_learner: Learner
     """Optimizer, mask and EMA of the policy's weights."""
     critic: Critic
-    """A critic that fits the policy, without weights."""
+    """A critic that matches the policy, without weights."""
     critic_learner: Learner
     """Optimizer and EMA of the critic's weights."""
     sizes: BatchSizes
-    """Sizes of what the policy sees and does."""
+    """Sizes of the policy's inputs and outputs."""
     real_action_dim: int
     """Action dimensions the robot has; the rest is padding."""
     flow_steps: int
     """Euler steps when acting."""
     encoder_frozen: bool = False
-    """Whether nothing that `policy.encode` reads trains."""
+    """Whether all weights that `policy.encode` uses are frozen."""
     compute_dtype: str = "float32"
     """The type the model casts its weights to."""
 
 
 class Lesson(NamedTuple):
-    """What an iteration's groups of rollouts teach: see `Agent.prepare`."""
+    """Training data from an iteration's groups of rollouts: see `Agent.prepare`."""
 
     groups: Int[np.ndarray, "g"]
-    """The groups to learn from, by number."""
+    """Indices of the groups to train on."""
     columns: Mapping[str, Float[np.ndarray, "g K"]]
-    """Numbers of each rollout that its rows carry into the batch, such as `advantage`."""
+    """Per-rollout values that its rows carry into the batch, such as `advantage`."""
     constants: Mapping[str, float]
-    """Numbers that every row carries."""
+    """Values that every row carries."""
     of_plans: Mapping[str, Sequence[Float[np.ndarray, "_"]]] = MappingProxyType({})
-    """Numbers of each plan, for algorithms that judge plans apart: for each rollout of the groups, one after the other,
-    as many as it has plans."""
+    """Per-plan values, for algorithms with credit per plan: one array per rollout of the groups, in order, with one
+    entry per plan."""
 
 
 class Agent:
@@ -122,7 +122,7 @@ class Agent:
         raise NotImplementedError(f"{cls.__name__}.build")
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
+        """A new state, from given policy weights if there are any."""
         raise NotImplementedError(f"{type(self).__name__}.init")
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
@@ -138,7 +138,7 @@ class Agent:
         best_of: int | None = None,
         steer: Steer | None = None,
     ) -> Float[Array, "B H A"]:
-        """One chunk per observation, in the model's normalised action space; `steer` changes the field it follows.
+        """One chunk per observation, in the model's normalised action space; `steer` modifies the velocity field.
 
         Each row has its own key, so an episode does not depend on its neighbours. `best_of` candidates are sampled
         where the agent can choose among them; None is the agent's default.
@@ -156,34 +156,34 @@ class Agent:
         best_of: int | None = None,
         steer: Steer | None = None,
     ) -> Choice:
-        """What `act` does, with a critic's values where candidates were compared."""
+        """`act`, with a critic's values if candidates were compared."""
         return Choice(self.act(state, observation, keys, best_of=best_of, steer=steer))
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
-        """Shapes and types of the batches that `update` takes."""
+        """Shapes and types of the batches for `update`."""
         c = self.config
         return chunk_spec(sizes, next_observations=c.learns_values, corrections=c.heeds_corrections)
 
     def imitator(self, state: TrainState) -> Params | None:
-        """The weights whose flow loss says how well the data are imitated; None where they are not in the state."""
+        """The weights whose flow loss measures imitation of the data; None if they are not in the state."""
         return state.policy
 
     def served(self, state: TrainState) -> Params | None:
-        """The weights for OpenPI, where they are neither the policy's nor its average; else None."""
+        """The weights for OpenPI, if they are neither the policy's nor its EMA; otherwise None."""
         return None
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """Groups of weights that `act` reads, beside those that are served."""
+        """Groups of weights that `act` needs, in addition to the served ones."""
         return frozenset()
 
     def q_values(
         self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N"]:
-        """Each critic's value of N chunks per observation, of algorithms that learn values."""
+        """Each critic's value of N chunks per observation, for algorithms that learn values."""
         raise NotImplementedError(f"{type(self).__name__}.q_values")
 
     def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
-        """The state, after held-out episodes were measured (`held_out/...`); what it changes, it says.
+        """Update the state from held-out metrics (`held_out/...`); reports changes through `say`.
 
         Where none are held out, it hears nothing, once, before training.
         """
@@ -193,21 +193,23 @@ class Agent:
 
     @property
     def notes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of what `explore` notes of each plan. Rollouts keep it, and batches have it under `notes`."""
+        """Shapes of the arrays that `explore` notes per plan. Rollouts store them, and batches contain them under
+        `notes`.
+        """
         return {}
 
     def explore(
         self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
     ) -> Choice:
-        """What `act` does while it collects, for algorithms that then act differently (`config.explores`)."""
+        """`act` during collection, for algorithms that explore differently (`config.explores`)."""
         return Choice(self.act(state, observation, keys, best_of=best_of))
 
     def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
-        """What complete groups of K rollouts teach, from the reward of each rollout."""
+        """Training data from complete groups of K rollouts, given the reward of each rollout."""
         raise NotImplementedError(f"{type(self).__name__}.prepare")
 
     def lesson(self, groups: Sequence[Sequence[Rollout]]) -> Lesson:
-        """What complete groups of rollouts teach; by default from their successes alone."""
+        """Training data from complete groups of rollouts; by default from their successes alone."""
         assert self.config.groups is not None
         won = [[float(bool(rollout.episode.success)) for rollout in group] for group in groups]
         return self.prepare(np.array(won).reshape(-1, self.config.groups.size))

@@ -1,4 +1,4 @@
-"""Behaviour cloning by flow matching: OpenPI's training step. The warm start of everything else, and its baseline."""
+"""Behaviour cloning by flow matching: OpenPI's training step. Warm start and baseline of all other algorithms."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a person's corrections mean to an actor, from the batch's `acted_by` alone.
+"""How corrections weight an actor's loss, from the batch's `acted_by` alone.
 
 A chunk belongs to whoever chose its first action, and is theirs until the robot changes hands.
 """

@@ -1,4 +1,5 @@
-"""HG-DAgger (arXiv 1810.02890) on a flow policy: imitate what people show and correct, not what led there.
+"""HG-DAgger (arXiv 1810.02890) on a flow policy: imitate demonstrations and corrections, not the steps before
+takeovers.
 
     min Σ_i w_i ℓ_i / Σ_i w_i        ℓ_i = mean_h ‖v(x_t, t | s_i) - u‖²_h   over the steps that count
 

@@ -1,4 +1,4 @@
-"""Sampling a flow as a chain of Gaussian steps, whose densities are exact (πRL, arXiv 2510.25889).
+"""Sampling a flow as a chain of Gaussian steps with exact densities (πRL, arXiv 2510.25889).
 
     Flow-SDE     x' = x - δ v - σ² δ/(2t) x̂₁ + σ √δ ε,   σ = a √(t / (1-t)),   x̂₁ = x + (1-t) v
     Flow-Noise   x' = x - δ v + σ_θ(x, t, s) ε

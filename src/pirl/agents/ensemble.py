@@ -1,4 +1,4 @@
-"""Which member of an ensemble of critics learns from which episode.
+"""Which critic of an ensemble trains on which episode.
 
 Members that learn from the same episodes find the same patterns, also where outcomes are noise: on outcomes dealt at
 random to 300 episodes they agreed on 95 % of the advantages. Members that learn from halves of the episodes disagree by

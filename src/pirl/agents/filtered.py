@@ -1,4 +1,4 @@
-"""Filtered behaviour cloning: imitate the chunks whose discounted return is among the best. No value is learned.
+"""Filtered behaviour cloning: imitate the chunks with the highest discounted returns. No value is learned.
 
     w = 1[G ≥ q] / share          q: the (1 - share) quantile of the returns G, from t to the end of the episode
 

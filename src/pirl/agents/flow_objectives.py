@@ -1,4 +1,4 @@
-"""The mathematics of critic-free RL on a flow policy: what rollouts of one initial state teach, compared to each other.
+"""The mathematics of critic-free RL on a flow policy: rollouts of one initial state, compared with each other.
 
     A_k   = r_k - mean_{j≠k} r_j                                 advantage in a group   (RLOO; RIPT, arXiv 2505.17016)
     nft   r ‖v⁺ - u‖² + (1 - r) ‖v⁻ - u‖²,  r = (1 + A)/2        both signs, bounded    (DiffusionNFT, 2509.16117)

@@ -1,4 +1,4 @@
-"""PPO and GRPO on a flow policy, with exact probabilities of the denoising path (πRL, arXiv 2510.25889).
+"""PPO and GRPO on a flow policy, with exact likelihood ratios of the denoising path (πRL, arXiv 2510.25889).
 
 A flow gives no probability of what it samples. While the policy collects, its sampler therefore takes Gaussian steps
 (`denoising`), and a rollout keeps the path of each plan: `explore`. The ratio of PPO is that of the path's steps, under

@@ -1,4 +1,4 @@
-"""A policy that stays as it is, a critic over its chunks, a small actor beside it: what `DSRL` and `RLToken` share.
+"""A frozen policy with a critic over its chunks and a small actor: shared by `DSRL` and `RLToken`.
 
 A subclass says what the actor does: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn`
 from what the critic says of them, and `plan` to act. No gradient passes the policy; its prefix is encoded once per

@@ -1,4 +1,4 @@
-"""When an actor may listen to its critic: by what the critic knows of episodes it was not trained on.
+"""When the actor may use the critic: decided by the critic's quality on held-out episodes.
 
     opens    ρ > max(gate, ρ_chance)  and  AUC > AUC_chance
     shuts    ρ < HYSTERESIS · gate    or   AUC < 1/2

@@ -1,4 +1,4 @@
-"""How a group of weights learns: its optimizer, which leaves train, and its average. Shared by all algorithms."""
+"""How a group of weights is trained: optimizer, mask of trainable leaves, EMA. Shared by all algorithms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

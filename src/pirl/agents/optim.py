@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules out of their configs.
+"""Optimizers and learning-rate schedules from their configs.
 
 Each is made once per run and passed to the agent, so that the optimizer state has one structure everywhere: when it is
 initialised, sharded, updated, saved and restored.

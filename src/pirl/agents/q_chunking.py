@@ -1,4 +1,4 @@
-"""An algorithm with Q-chunking's critic, but for what its actor learns: `ACRLPD` is one.
+"""Algorithms with Q-chunking's critic, without the actor's loss: `ACRLPD` is one.
 
 A subclass says that: `actor_loss`, and where it needs them, more targets, other candidates, numbers that it adapts. The
 prefix of each observation is encoded once per step; its features serve the critic, its keys and values the N candidates

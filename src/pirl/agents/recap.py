@@ -1,5 +1,5 @@
-"""RECAP (π*0.6, arXiv 2511.14759) on a flow policy: a value tells which chunks were better than usual, and the policy
-learns the difference as a condition.
+"""RECAP (π*0.6, arXiv 2511.14759) on a flow policy: a value labels chunks by advantage, and the policy trains
+conditioned on the label.
 
     value       V(s) ≈ E[G | s]           a histogram, by cross-entropy on the returns G that were observed
     advantage   A = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}) - V(s)

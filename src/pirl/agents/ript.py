@@ -1,4 +1,4 @@
-"""RIPT (arXiv 2505.17016) on a flow policy: several rollouts of one initial state, each judged by the others.
+"""RIPT (arXiv 2505.17016) on a flow policy: several rollouts of one initial state, each compared with the others.
 
 The loop rolls the groups out; `prepare` says which of them teach something and each rollout's advantage, `update` is
 one minibatch. A row is one chunk that the policy chose in a rollout, with the advantage of that rollout. The losses are

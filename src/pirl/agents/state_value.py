@@ -1,4 +1,4 @@
-"""A value of observations, from a critic that is asked about the chunk of zeros: only the chunk says nothing."""
+"""A state value from a chunk critic: the value of an all-zero chunk."""
 
 from dataclasses import dataclass
 

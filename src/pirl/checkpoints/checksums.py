@@ -1,4 +1,4 @@
-"""Is a step still what was written? SHA-256 of every file, beside the weights, as `sha256sum -c` reads it.
+"""Checksums of a step: SHA-256 of every file, stored with the weights in the format of `sha256sum -c`.
 
     cd checkpoints/my_recipe/my_run/20000 && sha256sum -c extra/checksums.sha256
 

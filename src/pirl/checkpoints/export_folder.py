@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and the norm statistics that travel with every checkpoint."""
+"""Folders that are written atomically, and the norm statistics that every checkpoint contains."""
 
 import glob
 import json

@@ -1,4 +1,4 @@
-"""Weights by name: a local path, or a `gs://` or `hf://` address brought to this machine first.
+"""Weights by address: a local path, or a `gs://` or `hf://` address that is downloaded first.
 
 OpenPI's download cache is read and filled in OpenPI's own layout, so weights are on the disk once for both.
 """

@@ -1,4 +1,4 @@
-"""Plain files as items of an Orbax checkpoint, so that a step with its files gets its name all at once."""
+"""Plain files as items of an Orbax checkpoint, so that a step is committed atomically with its files."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

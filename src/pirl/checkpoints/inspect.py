@@ -1,4 +1,4 @@
-"""What is in a checkpoint? Told from metadata alone; no array is read."""
+"""What a checkpoint contains, from metadata alone; reads no array."""
 
 import io
 import math

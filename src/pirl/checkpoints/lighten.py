@@ -1,4 +1,4 @@
-"""Steps that keep the weights to act with and give up what resuming needs: several times smaller."""
+"""Reduces old steps to the policy's weights: several times smaller, but not resumable."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Every byte range its index refers to must lie inside a file that is there.
+"""Detects truncated checkpoints: every byte range in the index must lie inside an existing file.
 
 Orbax keeps arrays in an OCDBT store: a manifest, index nodes, and data files. A copy that was cut short is otherwise
 noticed only in the middle of reading gigabytes, and reported by whichever array happened to come first.

@@ -1,4 +1,4 @@
-"""What pirl writes, by name. Only this is ever removed: everything else is named in an error and stays."""
+"""What pirl writes, by name. pirl deletes nothing else: unknown files are listed in an error and stay."""
 
 import json
 import re

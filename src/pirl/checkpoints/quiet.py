@@ -1,4 +1,4 @@
-"""Two things that Orbax does beside saving, undone: pages of tracebacks of a save that failed, and a leak."""
+"""Two workarounds for Orbax: long tracebacks after a failed save, and a leak."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: OpenPI's folders, written in the background, complete or not there at all.
+"""Checkpoints of a run: OpenPI's folders, written in the background, complete or absent.
 
 <run>/<step>/params        the weights to act with (averaged where there is an average), as OpenPI reads them
 <run>/<step>/assets        norm_stats.json for each robot

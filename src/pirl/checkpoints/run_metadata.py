@@ -1,4 +1,4 @@
-"""What a run was: configuration, code, libraries. Written beside every checkpoint and compared on resuming."""
+"""Metadata of a run: configuration, code, libraries. Stored with every checkpoint and compared on resume."""
 
 import json
 import math

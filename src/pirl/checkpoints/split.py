@@ -1,4 +1,4 @@
-"""What of a TrainState goes into `params`, for OpenPI, and what into `train_state`, for going on."""
+"""Splits a TrainState into `params`, for OpenPI, and `train_state`, for resuming."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`pirl label`: people say which recorded episodes succeeded, in a page on this machine."""
+"""`pirl label`: label recorded episodes as success or failure on a local page."""
 
 import argparse
 import getpass

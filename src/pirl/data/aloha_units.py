@@ -1,4 +1,4 @@
-"""ALOHA's joints and grippers in the space that π₀ was pretrained in, and back.
+"""ALOHA's joints and grippers in π₀'s pretraining space, and back.
 
 Some joints turn the other way there, and grippers are angles between encoder counts 2405 and 3110 of 4096 (zero at
 2048). ALOHA's runtime states them as a share of the way between two finger positions in metres, and commands them as a

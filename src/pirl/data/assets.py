@@ -1,4 +1,4 @@
-"""Whose normalisation statistics a run uses. They lie in FOLDER/NAME/norm_stats.json, NAME being an asset id.
+"""Which normalisation statistics a run uses: FOLDER/NAME/norm_stats.json, where NAME is an asset id.
 
 FOLDER is `data.assets_dir`, or the `assets` of a checkpoint: a run that starts from weights takes the statistics beside
 them unless it has its own, and a checkpoint acts with its own alone.

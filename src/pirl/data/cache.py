@@ -1,4 +1,4 @@
-"""Decoded frames, so that a video is decoded once and not once per sample.
+"""A cache of decoded frames: each video is decoded once instead of once per sample.
 
 Frames lie as uint8 at the model's size, one `.npy` per episode and camera, in a folder named by a hash of everything
 they depend on: a changed dataset or setting finds another folder, never stale pictures. Files appear whole or not at

@@ -1,4 +1,4 @@
-"""LeRobot features: what a frame must hold, and how a column of it is stored in parquet.
+"""LeRobot features: required contents of a frame, and how columns are stored in parquet.
 
 The parquet schema carries Hugging Face's own description beside Arrow's, so that `datasets` reads the files: version 3
 (what reads v2.1) knows "Sequence", version 4 (what reads v3.0) knows "List".

@@ -1,4 +1,4 @@
-"""LeRobot datasets as a source of episodes, several of them mixed, and a summary for people."""
+"""LeRobot datasets as a source of episodes, mixtures of them, and a human-readable summary."""
 
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Where an episode goes on disk in LeRobot's formats v2.1 and v3.0, and how it gets there all at once.
+"""Where episodes are stored in LeRobot's formats v2.1 and v3.0, and how they are committed atomically.
 
 An episode changes several files: parquet, videos, metadata. All of them are first staged, at the path they will have,
 then committed together (see `journal`).

@@ -1,4 +1,4 @@
-"""Do the settings of an algorithm with values fit its data? Numbers of whole datasets, before a frame is decoded."""
+"""Checks that an algorithm's value settings fit its data. Reads whole datasets' numbers, before a frame is decoded."""
 
 import math
 from collections.abc import Iterator, Sequence

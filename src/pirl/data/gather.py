@@ -1,4 +1,4 @@
-"""A batch's samples copied together: numbers through the robot's transform, pictures once, as uint8, into the batch.
+"""Copies a batch's samples together: numbers through the robot's transform, images once, as uint8.
 
 Every host of a job computes the numbers of the whole batch and copies the pictures of its own rows. Whatever is cheaper
 on the device (padding, scaling, augmentation) is left to it.

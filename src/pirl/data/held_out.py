@@ -1,4 +1,4 @@
-"""Episodes kept apart from training, to measure on: whole episodes, some of every outcome, always the same ones.
+"""Held-out episodes: whole episodes, some of every outcome, always the same ones.
 
 Of the episodes of one outcome in one dataset, in their order, every stretch of 1/share gives one, which a hash of the
 seed and the stretch picks. So a share is held to within one episode, episodes that are recorded later do not change

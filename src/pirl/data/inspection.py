@@ -1,4 +1,4 @@
-"""A dataset's summary for people, before training on it."""
+"""A human-readable summary of a dataset before training."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How changes to a dataset appear all at once, to the next writer and to every reader.
+"""Atomic changes to a dataset, for the next writer and for every reader.
 
 A change touches several files. All are first written under `.writing/next`, at the path they will have. Renaming that
 folder to `.writing/commit` is the moment from which the change exists; then the files are moved into place. After a

@@ -1,4 +1,4 @@
-"""Stores labels as `next.success`, the column LeRobot reads, in every file that knows of columns.
+"""Stores labels as `next.success`, the column LeRobot reads, in every file that lists columns.
 
 All files are staged and committed together, as an episode is (`episode_files`): the dataset has the column, or it is
 as it was. Rows, row groups, videos and other columns stay as they are.

@@ -1,4 +1,4 @@
-"""Outcome labels that people give: one JSON object a line, beside the dataset's own metadata.
+"""Human outcome labels: one JSON object per line, next to the dataset's own metadata.
 
 The file only grows. A line counts once it is on the disk (`append` returns after fsync); the newest line of a person
 about an episode is that person's label. A line that a crash cut off was never acknowledged and is dropped. LeRobot

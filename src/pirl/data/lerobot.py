@@ -1,4 +1,4 @@
-"""LeRobot datasets on disk: metadata of formats v2.0, v2.1 and v3.0 read into one shape.
+"""LeRobot datasets on disk: metadata of formats v2.0, v2.1 and v3.0 in one representation.
 
 The three formats hold the same things in different places. Everything after this file sees one picture: an episode is a
 run of rows in a parquet file and, per camera, a run of frames in a video file or of PNGs in that same parquet file.

@@ -1,4 +1,4 @@
-"""Rows that have an observation of their own: in recordings of a server not all have (`Episode.observed`)."""
+"""Rows with their own observation: recordings at a server do not have one for every row (`Episode.observed`)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Rewards and ends of recorded episodes: what the dataset says, or what its owner declares.
+"""Rewards and ends of recorded episodes: from the dataset, or as configured.
 
 LeRobot's `next.done` means "the recording stopped here", for success and for time-outs alike. Taking it for a terminal
 state would teach the critic that running out of time is worth nothing, so the end of a task and the end of its

@@ -1,4 +1,4 @@
-"""Opens a dataset's files, JSON and parquet: what is missing or damaged is named, with the episode it belongs to."""
+"""Opens a dataset's JSON and parquet files; errors name the missing or damaged file and its episode."""
 
 import warnings
 from collections.abc import Collection, Sequence

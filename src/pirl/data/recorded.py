@@ -1,4 +1,4 @@
-"""A recorded dataset, read as its robot would have sent it: one observation at a time, in the robot's own keys."""
+"""A recorded dataset as its robot would have sent it: one observation at a time, in the robot's own keys."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pictures fitted into the model's size: one arithmetic for datasets and for observations, OpenPI's to the pixel."""
+"""Resizing images to the model's size: the same arithmetic for datasets and observations, pixel-equal to OpenPI's."""
 
 import numpy as np
 from jaxtyping import Shaped, UInt8

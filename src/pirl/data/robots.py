@@ -1,4 +1,4 @@
-"""Robots as data: where their cameras, state and actions are found, and the step between their units and the model's.
+"""Robots as data: where to find cameras, state and actions, and the conversion between their units and the model's.
 
 A robot's units are what its driver and its datasets speak; the model's are what π₀ was pretrained on. Normalisation and
 padding come after (see `transforms`). Adding a robot is one entry here, or `make_robot(...)` in a module of one's own.

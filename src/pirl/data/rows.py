@@ -1,4 +1,4 @@
-"""The numbers of a LeRobot dataset, in memory: every column checked row by row against what the metadata declares.
+"""The numbers of a LeRobot dataset, in memory, with every column checked row by row against the metadata.
 
 A value is never changed to fit: a column whose rows have other lengths, whose numbers do not survive the declared dtype
 (1.58 as int8) or that holds text where numbers are declared is refused, with the file, the episode and the frame.

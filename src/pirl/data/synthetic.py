@@ -1,4 +1,4 @@
-"""A task small enough to know: a point on a plane, a goal, and demonstrations that are good, slow or wrong.
+"""A synthetic task: a point on a plane, a goal, and demonstrations that are good, slow or wrong.
 
 It needs no files, so the `debug` recipes and the promise tests run anywhere. The point starts near the middle and must
 reach the goal on the right within `LIMIT` steps. The demonstrator's errors are choices, not imprecision: it goes

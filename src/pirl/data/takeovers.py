@@ -1,4 +1,4 @@
-"""What a takeover means: who acted when, which steps it is blamed on, and what the critic is to think of them.
+"""Takeovers: who acted at each step, which steps to blame, and what the critic learns from them.
 
 A person takes over at row k (`intervention` is false at k-1 and true at k) because of what the policy did before. The
 policy's last `window` rows before k are blamed, back to where the person had handed over, the task had ended, or the

@@ -1,4 +1,4 @@
-"""Prompts to token ids, in exactly the words OpenPI trained with.
+"""Prompts to token ids, exactly as OpenPI formats them.
 
 π₀ reads the instruction and a newline; π₀.₅ can read the robot's state as numbers in the text as well. The first kind
 is tokenized once per task. The second changes with every sample: there the instruction, the numbers -1 ... 255 and

@@ -1,4 +1,4 @@
-"""Robot space to model space and back: one transform for training batches and for acting, so the two cannot differ.
+"""Robot space to model space and back: one transform for training batches and acting.
 
 The order is OpenPI's: the robot's units to the model's, actions relative to the current state, normalise, write the
 state into the prompt (π₀.₅), pad to the model's dimensions. Arithmetic is in float64, because OpenPI's statistics are

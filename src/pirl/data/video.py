@@ -1,4 +1,4 @@
-"""Pictures of an episode: decoded in one sequential pass, brought to the model's size, without the letterbox.
+"""Images of an episode: decoded in one sequential pass and resized to the model's size, without the letterbox.
 
 Frames are counted, never matched by time: float timestamps drift in long files, frame numbers do not. A video or a
 parquet file that does not hold exactly the frames the metadata promises is an error, not a picture of another moment.

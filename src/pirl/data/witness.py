@@ -1,4 +1,4 @@
-"""A dataset's own statistics as a witness: do its columns and pictures hold what was recorded under their names?
+"""Detects swapped columns and cameras by comparing a dataset with its own statistics.
 
 LeRobot stores minimum, maximum and mean of every feature of every episode when it is recorded. What was changed since,
 or belongs to another feature, no longer fits. Columns or cameras that have evidently changed places are refused; other

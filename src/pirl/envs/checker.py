@@ -1,4 +1,4 @@
-"""Does an environment keep the contract of `RobotEnv`? Found out by stepping it, before a long run finds out.
+"""Checks that an environment keeps the contract of `RobotEnv`, by stepping it.
 
     report = check(MyEnv())                          # the contract alone
     report = check(MyEnv(), Expected(...))           # and what a robot's policy reads; see `rollout.check.check_env`

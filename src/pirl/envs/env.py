@@ -1,4 +1,4 @@
-"""The contract of an environment, one by one and many at a time.
+"""The environment interface, single and vectorised.
 
 A `RobotEnv` is a `gymnasium.Env` that knows its tasks, starts exactly where a `Context` says, and separates acting
 from looking: pictures cost most of a simulator's time, and a policy that executes a chunk looks only at its end.
@@ -36,12 +36,12 @@ class Outcome(NamedTuple):
 
 
 class RobotEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """One simulated robot. A subclass says what it is and implements `begin`, `act` and `observe`."""
+    """One simulated robot. A subclass declares its attributes and implements `begin`, `act` and `observe`."""
 
     robot: str
     """Name of the robot that reads the observations, as in `pirl.data.robots`."""
     tasks: tuple[str, ...]
-    """Its tasks: the `task` of a context, and what success is counted by."""
+    """Its tasks: the `task` of a context; success is counted per task."""
     num_inits: int | None = None
     """Initial states of each task; None: any seed is one."""
     max_steps: int
@@ -53,15 +53,15 @@ class RobotEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     @abstractmethod
     def begin(self, context: Context) -> None:
-        """Start an episode; the same context always starts alike, whatever happened before."""
+        """Start an episode; the same context always starts identically."""
 
     @abstractmethod
     def act(self, action: Float[Array, "A"]) -> Outcome:
-        """Execute one action, in the robot's units, without looking."""
+        """Execute one action, in the robot's units, without rendering."""
 
     @abstractmethod
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
-        """Look: state and prompt always, pictures if asked for."""
+        """Return state and prompt, and images on request."""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -74,12 +74,12 @@ class RobotEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self.observe(), {"task": task}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Gymnasium's step: act, then look."""
+        """Gymnasium's step: act, then observe."""
         outcome = self.act(self.check_action(action))
         return self.observe(), outcome.reward, outcome.terminated, outcome.truncated, {"success": outcome.success}
 
     def check_context(self, context: Context) -> Context:
-        """The context itself, if the environment has it."""
+        """Return the context, or raise if the environment does not have it."""
         if context.task not in self.tasks:
             raise EnvError(f"unknown task {context.task!r}", hint=f"the tasks are: {'; '.join(self.tasks)}")
         if context.init < 0 or (self.num_inits is not None and context.init >= self.num_inits):
@@ -88,7 +88,7 @@ class RobotEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return context
 
     def check_action(self, action: Any) -> Float[Array, "A"]:
-        """The action as an array, if it is one this robot could execute."""
+        """Return the action as an array, or raise if it is invalid."""
         array = np.asarray(action, np.float32)
         if array.shape != (self.action_dim,) or not np.isfinite(array).all():
             raise EnvError(

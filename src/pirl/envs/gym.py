@@ -51,7 +51,7 @@ class GymEnv(RobotEnv):
         self._steps, self._solved = 0, False
 
     def act(self, action: Float[Array, "A"]) -> Outcome:
-        """One step. Success stays: an environment that goes on after it may undo it, the episode has succeeded."""
+        """One step. Success is sticky: the environment may continue after it and undo it."""
         if self._seen is None:
             raise EnvError("an action before the first episode", hint="call `begin` or `reset` first")
         self._seen, reward, terminated, truncated, info = self.env.step(action.astype(self.action_space.dtype))
@@ -94,7 +94,7 @@ class GymEnv(RobotEnv):
         return picture
 
     def close(self) -> None:
-        """Free what the environment holds."""
+        """Close the environment."""
         self.env.close()
 
     def _success(self, info: Mapping[str, Any], terminated: bool, *, ended: bool) -> bool:

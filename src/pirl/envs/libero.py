@@ -1,4 +1,4 @@
-"""LIBERO's suites with OpenPI's conventions: what its evaluation shows a policy is what is shown here.
+"""LIBERO's suites with the conventions of OpenPI's evaluation.
 
 That includes a detail of robosuite: what `step` returns was not sampled at the end of the step, but some milliseconds
 before. Cameras are therefore not drawn from the simulator's present state. The places of everything visible are noted

@@ -1,4 +1,4 @@
-"""A scripted expert for LIBERO's pick-and-place tasks, which reads the simulator's state; it makes demonstrations.
+"""A scripted expert for LIBERO's pick-and-place tasks that reads the simulator's state, to record demonstrations.
 
 It knows goals that put one object into or onto something: it takes the object from above, or a bowl by its rim, carries
 it over everything in the way, and lets go. Drawers, knobs and pushing are beyond it. Its dials make worse

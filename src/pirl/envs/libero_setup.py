@@ -1,4 +1,4 @@
-"""LIBERO's package, assets, tasks and initial states, found without a question, a download or torch.
+"""Finds LIBERO's package, assets, tasks and initial states without prompts, downloads or torch.
 
 hf-libero assumes a person at the keyboard: its first import asks where to put a configuration file, a missing folder of
 assets starts a download, and its list of tasks imports torch to read NumPy arrays. Workers can do none of this, so

@@ -1,4 +1,4 @@
-"""From a configuration to environments."""
+"""Builds environments from a configuration."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Meta-World's scripted policies as experts: they know where everything is, and solve all fifty tasks.
+"""Meta-World's scripted policies as experts: they read the simulator's state and solve all fifty tasks.
 
 The dials make them worse by choices, not by shaking: an expert takes everything to be a hand's breadth to the left or
 right of where it is, and does there what it would have done. Every task of MT10 then fails. A detour starts so and

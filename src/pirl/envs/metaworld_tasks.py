@@ -1,4 +1,4 @@
-"""Meta-World's 50 tasks: their names, and the instruction that stands for each. Imports no simulator.
+"""Meta-World's 50 tasks and their instructions. Imports no simulator.
 
 The instructions are the descriptions in Meta-World's paper, as LeRobot's Meta-World environment has them. There push-v3
 and push-back-v3 have the same one; here each has its own, as success is counted by instruction.

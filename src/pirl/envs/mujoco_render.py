@@ -1,4 +1,4 @@
-"""What the MuJoCo simulators share: a way to render that exists on this machine, and pictures at a bearable price.
+"""Shared rendering of the MuJoCo simulators: choosing a GL backend, and rendering cheaply.
 
 Without a graphics card, shadow maps and multisampling cost five to ten times what the scene itself does, so a
 simulator offers the choice: `fast` leaves them out, which is cheap but not what released checkpoints were trained on.

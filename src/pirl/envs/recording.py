@@ -1,4 +1,4 @@
-"""An episode of an environment, acted out and kept: how every scripted expert becomes a `Rollout`."""
+"""Records an episode in an environment: turns any scripted expert into a `Rollout`."""
 
 from collections.abc import Callable
 from typing import Any

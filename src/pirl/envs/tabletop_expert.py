@@ -1,4 +1,4 @@
-"""A scripted operator for the tabletop, whose errors are choices.
+"""A scripted operator for the tabletop, with deliberate errors.
 
 It moves straight to where it wants to be (with a little noise), stands still for one step to close, open or think, and
 ends the episode with its last release, whatever came of it. An episode has at most one kind of error, drawn from the

@@ -1,4 +1,5 @@
-"""The loop. Each part of a generation leaves a file when it is done, so after any interruption the same call goes on.
+"""The improvement loop. Each part of a generation leaves a file when it is done, so the same call resumes after any
+interruption.
 
     generation k:  collect -> label -> train -> held-out check -> blind comparison -> promote, keep or roll back
 

@@ -1,4 +1,4 @@
-"""The loop's page: one HTML file without anything from elsewhere, rewritten whenever something happens."""
+"""The loop's page: one self-contained HTML file, rewritten after every event."""
 
 import math
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""The loop's other processes. They end with it, also after `kill -9` (on Linux)."""
+"""The loop's child processes. They end with it, also after `kill -9` (on Linux)."""
 
 import shlex
 import socket

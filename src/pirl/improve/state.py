@@ -1,4 +1,4 @@
-"""What the loop remembers: generations that are finished, and files that say which parts of the running one are."""
+"""The loop's state: finished generations, and files that mark the finished parts of the running one."""
 
 import json
 from dataclasses import asdict, dataclass, field

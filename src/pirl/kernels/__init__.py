@@ -1,1 +1,1 @@
-"""What exists for speed alone; each equals a plain path in `models/`."""
+"""Optimised kernels; each equals a plain path in `models/`."""

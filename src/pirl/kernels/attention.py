@@ -1,5 +1,5 @@
-"""Attention by a fused kernel: no logits in memory, but those of one layer in a backward pass with large heads. The
-plain form stays beside each model, for it is the reference.
+"""Attention by a fused kernel: no materialised logits, except for one layer in a backward pass with large heads. Each
+model keeps the plain form as reference.
 
 A kernel takes a number of keys per sample, not a mask: real keys come first (`real_first`). That loses nothing, since
 attention does not depend on the order of keys once positions are applied to them.

@@ -1,4 +1,4 @@
-"""Block after block, and what the backward pass recomputes of each."""
+"""Scans over blocks, and rematerialisation of each in the backward pass."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,1 +1,1 @@
-"""`pirl label`: a page on this machine where people say how recorded episodes ended."""
+"""`pirl label`: a local page for labelling recorded episodes."""

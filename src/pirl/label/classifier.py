@@ -1,4 +1,4 @@
-"""Does an episode's end look like a success? Logistic regression, and how far its held-out scores can be trusted.
+"""Success classifier: logistic regression, with thresholds from held-out scores.
 
     p(x) = 1 / (1 + exp(-(w·z + b))),  z = (x - mean)/std      min Σ_i log(1 + exp(-y_i (w·z_i + b))) + λ/2 ‖w‖²
 

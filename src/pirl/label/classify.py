@@ -1,4 +1,4 @@
-"""Labels episodes by what a checkpoint sees at their ends, where the scores of labelled episodes allow it.
+"""Labels episodes with a success classifier on a checkpoint's features, where its held-out precision allows it.
 
 Learns from every episode whose outcome was recorded, or said by a person; labels the others. How far a score is trusted
 is judged on episodes of the same making alone, a policy's or not: demonstrations do not tell how a policy fails.

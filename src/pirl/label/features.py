@@ -1,4 +1,4 @@
-"""What a policy makes of the end of an episode: its prefix features, pooled, and the state. One row per episode."""
+"""Features of the end of an episode: the policy's prefix features, pooled, and the state. One row per episode."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The page of `pirl label`: one HTML document that asks nothing of any other place."""
+"""The page of `pirl label`: one HTML document without external resources."""
 
 
 def page(nonce: str) -> str:

@@ -1,4 +1,4 @@
-"""The local server behind `pirl label`: films of the episodes, and labels that are on the disk before it answers.
+"""The local server behind `pirl label`: videos of the episodes, and labels that are synced to disk before it replies.
 
 It listens on 127.0.0.1 alone and answers only addresses that begin with a random token, so that neither other machines
 nor other pages in the browser can read films or store labels. Files are named by numbers of the dataset's own

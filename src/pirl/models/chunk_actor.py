@@ -1,4 +1,4 @@
-"""A small actor beside a frozen policy: from what a critic has read of an observation to numbers for every action.
+"""A small actor on a frozen policy: maps a critic's features of an observation to values for every action.
 
     token   the critics' embeddings side by side: what they read out of π₀'s prefix, or of the state
     actor   token, proprioception (and a chunk) -> `outputs` numbers for each step and dimension of a chunk

@@ -1,4 +1,4 @@
-"""Critics: ensembles of Q(s, a_0 … a_{h-1}) over what a policy's `encode` already computed.
+"""Critics: ensembles of Q(s, a_0 … a_{h-1}) on the features of a policy's `encode`.
 
     embed   state (and prefix features) -> what the first layer takes from it      once per observation
     score   N chunks -> their values                                               cheap, sharing the embedding

@@ -1,4 +1,4 @@
-"""What a transformer block is made of: norms, rotary positions, projections with adapters, the gated feed-forward."""
+"""Building blocks of transformers: norms, rotary positions, projections with adapters, gated feed-forward."""
 
 from typing import NamedTuple
 

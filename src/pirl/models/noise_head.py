@@ -1,4 +1,4 @@
-"""The size of Flow-Noise's noise: a small network beside the policy, which the served policy does without.
+"""The noise scale of Flow-Noise: a small network that only training uses, not the served policy.
 
 It reads what the policy saw (the mean of its prefix tokens, the proprioception), the noisy chunk and the time, and
 gives a standard deviation for every number of the chunk, between two bounds. It starts in the middle of them,

@@ -1,4 +1,4 @@
-"""What the policy sees: OpenPI's model input as a pytree."""
+"""The policy's observation: OpenPI's model input as a pytree."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

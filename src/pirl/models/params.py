@@ -1,4 +1,4 @@
-"""Parameter trees: OpenPI's nested dict, and the flat "/"-joined view of it that rules and messages use."""
+"""Parameter trees: OpenPI's nested dict, and its flat "/"-joined view for rules and messages."""
 
 import math
 import zlib

@@ -1,4 +1,4 @@
-"""From camera pictures to what SigLIP reads, on the device: scale, letterbox, augment. Equal to OpenPI's."""
+"""Camera images to SigLIP's input, on the device: scale, letterbox, augment. Equal to OpenPI's."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Several processes, one training run: finding each other, waiting for each other, sharing a batch.
+"""Multi-process training: start-up, barriers, sharing a batch.
 
 A process takes its rank from the first of these:
 

@@ -1,4 +1,4 @@
-"""Where activations lie while a model runs on several devices: each device keeps its samples.
+"""Sharding of activations on several devices: each device keeps its samples.
 
 Weights may be split over the same devices as the batch (FSDP). Left to itself the compiler then often splits an
 activation by the weights it meets, and gathers the whole batch on every device to do so. `train` says where the batch

@@ -1,4 +1,4 @@
-"""Where arrays live: the mesh of devices, OpenPI's rule for fully sharded parameters, and a check that it took hold.
+"""The device mesh, OpenPI's FSDP rule for parameters, and a check that it took effect.
 
 The rule goes by shape and type alone and is applied to the whole train state, so a parameter's moments, average and
 target lie exactly where the parameter does; small arrays, the critic's among them, are on every device.

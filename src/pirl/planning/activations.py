@@ -1,4 +1,4 @@
-"""Device memory that one step needs while it runs, read off jax's trace of the update.
+"""Peak device memory of one step, from jax's trace of the update.
 
 The trace lists every array of the step, in order; counted is what is alive at the same time. That follows the code:
 an algorithm's second forward pass, N candidates, a kept copy, a branch, whatever the remat setting keeps. What XLA

@@ -1,4 +1,4 @@
-"""Memory: of the devices now and at named moments, and the training state's share of it.
+"""Memory of the devices, now and at named moments, and the training state's share of it.
 
 GPUs and TPUs report their allocator's counters; the CPU backend has none, and there the process's own memory is what
 there is to see.

@@ -1,4 +1,4 @@
-"""Will it fit? The memory of a training step per device, from shapes alone, before anything is allocated.
+"""Memory of a training step per device, estimated from shapes before anything is allocated.
 
 An estimate is the sum of three parts:
 

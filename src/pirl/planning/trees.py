@@ -1,4 +1,4 @@
-"""Checks of pytrees: what is in one, do two agree, does the optimizer fit the parameters, can it be sharded.
+"""Checks of pytrees: contents, agreement of two trees, optimizer against parameters, divisibility for sharding.
 
 Every check works on real arrays and on shapes alone, on a `TrainState`, on nested dicts and on optax states, and
 returns a small report: `ok`, the findings as data, and `str(report)` to read. Leaves are named by "/"-joined paths.

@@ -1,1 +1,1 @@
-"""One page about one or several runs, made from the files they left: no jax, no GPU, nothing from elsewhere."""
+"""One page about one or several runs, from their files alone: no jax, no GPU, no external resources."""

@@ -1,4 +1,4 @@
-"""Line charts as HTML: the curves are a stretched SVG, every word beside them is text of the page.
+"""Line charts as HTML: curves are a stretched SVG, all labels are text of the page.
 
 So a chart fills whatever width it gets while its labels stay readable, on a phone as on a wide screen. Strokes keep
 their width (`non-scaling-stroke`), and dots are strokes of no length with round ends, which do not become ellipses.

@@ -1,4 +1,4 @@
-"""What `pirl eval` left: success by task, with the films of some episodes."""
+"""Results of `pirl eval`: success by task, with videos of some episodes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Rollouts to look at, inside the page: the same initial states beside each other, as many as the budget allows."""
+"""Embedded videos: the same initial states side by side, as many as fit the budget."""
 
 import base64
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Pictures of the latest measurement on held-out episodes: what the critic knows, and where the policy is off."""
+"""Charts of the latest held-out metrics: calibration, values and action errors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""HTML that cannot be broken by what it shows: text is escaped unless it was made here."""
+"""Safe HTML: text is escaped unless it was created here."""
 
 import html
 from collections.abc import Iterable

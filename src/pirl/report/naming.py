@@ -1,4 +1,4 @@
-"""What runs and policies are called on a page: as short as they can be while they differ."""
+"""Names of runs and policies on a page: as short as possible while they differ."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, which asks nothing of any other place."""
+"""The report page: one self-contained HTML file."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""Which metrics are drawn together, in which section, and what to look for. What is not named here comes last."""
+"""Which metrics share a chart, in which section, and what to look for. Unlisted metrics come last."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""From runs to charts: which run and metric gets which colour and dash, over one axis that all charts share."""
+"""From runs to charts: colours and dashes per run and metric, on one shared axis."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A run as its folder tells it. What is damaged is left out and named; it is never a reason to fail."""
+"""Reads a run folder. Damaged files are skipped and listed; they never raise."""
 
 import json
 import math

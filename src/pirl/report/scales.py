@@ -1,4 +1,4 @@
-"""Numbers for people: axes with round ticks, a sensible number of digits."""
+"""Human-readable numbers: axes with round ticks, a sensible number of digits."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How the page looks, in light and dark, and the little it does: values at the pointer, films that stop on a click."""
+"""Style of the page, light and dark, and its interaction: values at the pointer, videos that stop on a click."""
 
 LIGHT = {
     "--page": "#f4f6f8",

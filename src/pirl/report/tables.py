@@ -1,4 +1,4 @@
-"""What the page says in tables and numbers: before and after, evaluations task by task, settings that differ."""
+"""Tables of the page: before and after, evaluations by task, settings that differ."""
 
 import json
 import math

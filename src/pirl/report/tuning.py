@@ -1,4 +1,4 @@
-"""The page of a search: success over the trials, and against each setting that was tried. One file, no script."""
+"""The page of a search: success over trials, and against each searched setting. One file, no script."""
 
 import json
 import math

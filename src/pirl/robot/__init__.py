@@ -1,1 +1,1 @@
-"""At the robot: OpenPI's wire format, what speaks it, and what records. No jax, so it runs on a robot's computer."""
+"""On the robot's computer: OpenPI's wire format, clients and recorders. No jax."""

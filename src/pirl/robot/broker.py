@@ -1,4 +1,4 @@
-"""From chunks to single steps: what `openpi_client.ActionChunkBroker` does, and asking for the next chunk early.
+"""From chunks to single steps: a drop-in for `openpi_client.ActionChunkBroker` that can prefetch the next chunk.
 
 Synchronous (the default): after `execute` steps the robot waits for the next chunk. With `prefetch` it goes on: the
 next chunk is asked for while the current one is executed, early enough to be there in time. The request says how far

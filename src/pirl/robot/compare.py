@@ -1,4 +1,4 @@
-"""Is policy B better than policy A, on a robot? A blind comparison that may be looked at after every episode.
+"""Blind comparison of two policies on a robot, valid at any stopping time.
 
 Episodes come in blocks. Each block runs both policies equally often, in random order, and its k-th episodes of A and B
 are a pair (they can share an initial state). A pair that only B solves is a win, a pair that only A solves a loss; ties

@@ -1,4 +1,4 @@
-"""Records what a robot does as a LeRobot dataset (v3.0), every control step, without slowing the control loop.
+"""Records every control step of a robot as a LeRobot dataset (v3.0), without slowing the control loop.
 
     with Recorder("recordings/fold", fps=50, robot_type="aloha", horizon=20) as recorder:
         recorder.start(task="fold the box", policy="acrlpd/50000")

@@ -1,4 +1,4 @@
-"""Stands between a robot and two policy servers, so that nobody at the robot knows which policy acts.
+"""A router between a robot and two policy servers that blinds the operator.
 
 It speaks OpenPI's protocol on both sides, and any OpenPI server can be behind it. Before each request it asks which
 policy's turn it is (0 or 1), and removes from the reply what would tell: the policy's name and pirl's other values.

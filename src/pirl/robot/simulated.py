@@ -1,4 +1,4 @@
-"""A simulated robot in a process of its own. It knows OpenPI's protocol and nothing else of pirl's policies.
+"""A simulated robot in a separate process that speaks only OpenPI's protocol.
 
     python -m pirl.robot.simulated --server ws://127.0.0.1:8000 --episodes 20 --record recordings/first
 

@@ -1,4 +1,4 @@
-"""Records what OpenPI's own `Runtime` does: pass a `RecordingSubscriber` among its subscribers.
+"""Records OpenPI's own `Runtime`: add a `RecordingSubscriber` to its subscribers.
 
     broker = ChunkBroker(PolicyClient("10.0.0.5", 8000), execute=10)
     policy = Takeover(broker, corrector)                                     # or the broker itself

@@ -1,4 +1,4 @@
-"""A person takes over at any step, and every corrected step is marked.
+"""Operator takeover at any step; corrected steps are flagged.
 
     hand = KeySwitch()                      # the space bar takes over and hands back
     policy = Takeover(broker, lambda observation: leader.read() if hand.on else None)

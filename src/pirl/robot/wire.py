@@ -1,4 +1,4 @@
-"""OpenPI's wire format: msgpack with NumPy arrays in it. Strict where a message comes from a stranger.
+"""OpenPI's wire format: msgpack with NumPy arrays. Strict with untrusted messages.
 
     array   {b"__ndarray__": true, b"data": bytes, b"dtype": "<f4", b"shape": [H, d]}
     scalar  {b"__npgeneric__": true, b"data": number, b"dtype": "<f4"}

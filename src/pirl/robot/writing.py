@@ -1,4 +1,4 @@
-"""The process that writes what a `Recorder` sends: messages on its standard input, answers on its standard output.
+"""The process that writes a `Recorder`'s episodes: messages on standard input, replies on standard output.
 
 It ends when its input ends. An episode without an end is discarded; one that has ended is written first.
 """

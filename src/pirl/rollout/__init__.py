@@ -1,1 +1,1 @@
-"""Policies that act: environments in many places, one batched policy, episodes with their outcomes."""
+"""Rollouts: pools of environments, one batched policy, episodes with outcomes."""

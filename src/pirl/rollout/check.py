@@ -1,4 +1,4 @@
-"""Checks that an environment provides what a robot's policy reads: `envs.check` with the robot's keys and sizes."""
+"""Checks that an environment provides the keys and sizes that a robot's policy needs."""
 
 from pirl.data.robots import Robot, get_robot
 from pirl.envs.checker import Expected, Report, check

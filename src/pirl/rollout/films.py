@@ -1,4 +1,4 @@
-"""Films of episodes: a video each, and one filmstrip with time from left to right.
+"""Videos of episodes, and a filmstrip with time from left to right.
 
 An evaluation renders only what the policy sees. A film shows every step, larger if the environment can: it replays the
 episode's actions from its context. If the replay ends differently (or there is no environment), the film shows what the

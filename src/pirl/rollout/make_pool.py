@@ -1,4 +1,4 @@
-"""From a configuration to a pool of environments."""
+"""Builds a pool of environments from a configuration."""
 
 from pirl.envs.config import EnvConfig
 from pirl.rollout.config import RolloutConfig

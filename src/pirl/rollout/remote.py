@@ -1,4 +1,4 @@
-"""Environments in other processes or on other machines: what all such pools have in common.
+"""Shared code of pools whose environments run in other processes or on other machines.
 
 A worker holds some of the slots in its own `LocalPool` and answers one request at a time, as bytes. The pool sends all
 requests before it awaits the first answer, so workers run in parallel. Workers may die, hang or fail to start; a

@@ -1,4 +1,4 @@
-"""From rollouts to the rows an on-policy algorithm learns from: one for every time the policy looked and planned."""
+"""From rollouts to training rows of on-policy algorithms: one row per plan."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Who may connect: so many sockets, with the API key, over TLS."""
+"""Access control: connection limit, API key, TLS."""
 
 import asyncio
 import hmac

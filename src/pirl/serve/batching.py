@@ -1,4 +1,4 @@
-"""Requests that arrive within a few milliseconds share a batch; the device is never asked from the event loop."""
+"""Batches requests that arrive within a few milliseconds; the device never runs on the event loop."""
 
 import asyncio
 from collections.abc import Callable

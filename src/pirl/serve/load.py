@@ -1,4 +1,4 @@
-"""From a path and a few wishes to a planner that is ready, and to the same again when the checkpoint changes."""
+"""Loads a checkpoint into a compiled planner, and reloads it when the checkpoint changes."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the server counts and how long its stages take: Prometheus text, and a table of latencies."""
+"""The server's counters and stage latencies: Prometheus text, and a table."""
 
 import threading
 from collections import Counter, deque

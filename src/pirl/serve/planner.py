@@ -1,4 +1,4 @@
-"""A checkpoint as a server uses it: rows of several robots in, chunks out, every batch size compiled beforehand.
+"""A checkpoint for serving: rows of several robots in, chunks out, with all batch sizes compiled beforehand.
 
 `row` prepares one observation and may run in any thread; `plan` runs on the device, one batch after the other. A row's
 noise depends on the seed and the row's own numbers, never on the rows beside it.

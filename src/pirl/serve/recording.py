@@ -1,4 +1,4 @@
-"""Records at the server what clients that cannot be changed ask and get: a LeRobot dataset of chunk transitions.
+"""Records requests and replies at the server, for clients that cannot record: a LeRobot dataset of chunk transitions.
 
     recorder = ExchangeRecorder("recordings/seen", fps=50, execute=10)
     PolicyServer(load, config, on_exchange=recorder.exchange, on_close=recorder.closed)

@@ -1,4 +1,4 @@
-"""Limits on what a robot is sent, off by default: written per robot, checked on every chunk, counted by rule.
+"""Safety limits on actions, off by default: defined per robot, checked on every chunk, counted per rule.
 
 They bound actions as the robot gets them, in its own units: positions for a robot that is commanded positions. A chunk
 that goes beyond is clipped or refused. This is a net under a policy, not a replacement for the robot's own limits.

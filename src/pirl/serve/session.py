@@ -1,4 +1,4 @@
-"""One robot's connection: its episode, its policy, the chunk it was last sent."""
+"""State of one robot's connection: its episode, its policy, its last chunk."""
 
 import zlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Shadow mode: send a recorded dataset through the policy as requests would come, and compare with what was done.
+"""Shadow mode: run the policy on a recorded dataset as if its observations were requests, and compare the actions.
 
 Nothing is sent to a robot. Close to the data is not the same as good, but a policy that is far off where it should not
 be (another robot, wrong statistics, swapped cameras) shows here and not on the robot.

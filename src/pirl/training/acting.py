@@ -1,4 +1,4 @@
-"""A checkpoint that acts: from a folder on disk to a policy that answers environments.
+"""From a checkpoint on disk to a policy that acts in environments.
 
 A step folder says itself how it was trained (`extra/metadata.json`), its run says so too (`config.yaml`); for weights
 of OpenPI the configuration is given. Statistics are always the checkpoint's own: they belong to its weights. Of what

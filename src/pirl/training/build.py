@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run: policy, critic, agent, batches, environments, weights to start from."""
+"""Builds the parts of a run from a configuration: policy, critic, agent, batches, environments, initial weights."""
 
 import zlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Metrics for people: on a terminal grouped by meaning, anywhere else one readable line with what matters most.
+"""Human-readable metrics: grouped by topic on a terminal, otherwise one line with the most important ones.
 
 All numbers are in the run's files; the console leaves out what cannot be taken in at a glance.
 """

@@ -1,4 +1,4 @@
-"""Stopping when nothing gets better: patience on one metric."""
+"""Early stopping: patience on one metric."""
 
 from collections.abc import Mapping
 from typing import Any

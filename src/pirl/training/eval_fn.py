@@ -1,4 +1,4 @@
-"""An evaluation of the user's own, called while a run trains: `train(config, eval_fn=...)` or `--eval-fn`."""
+"""User-defined evaluation during training: `train(config, eval_fn=...)` or `--eval-fn`."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Measurements during training: success in the environment, held-out episodes, the user's own function."""
+"""Measurements during training: success in the environment, held-out metrics, the user's own function."""
 
 import warnings
 from collections.abc import Callable, Sequence

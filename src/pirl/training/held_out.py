@@ -1,4 +1,4 @@
-"""Is it better, without a simulator? Measures an agent on held-out episodes, always on the same rows and noise.
+"""Offline metrics of an agent on held-out episodes, always on the same rows with the same noise.
 
 One program, compiled once, computes everything that needs the networks: flow loss, the policy's chunk and, for agents
 with a critic, the values of the recorded chunk and of the policy's candidates. `Measured` turns rows into metrics.

@@ -1,4 +1,4 @@
-"""Stopping politely: the first SIGINT or SIGTERM ends the run after its current step, with a checkpoint."""
+"""Graceful interruption: the first SIGINT or SIGTERM ends the run after its current step, with a checkpoint."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Checkpoints on held-out episodes, after training: the numbers that training logs, for one checkpoint or for two."""
+"""Held-out metrics of saved checkpoints: the metrics that training logs, for one checkpoint or two."""
 
 import warnings
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Held-out rows, measured: the numbers for the log, and the details for files, tables and reports."""
+"""Results on held-out rows: metrics for the log, and details for files, tables and reports."""
 
 import math
 from collections.abc import Mapping

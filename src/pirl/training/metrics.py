@@ -1,4 +1,4 @@
-"""Metrics of a run: gathered on the device without waiting for it, written once per interval, checked for NaN.
+"""Metrics of a run: accumulated on the device without blocking, written once per interval, checked for NaN.
 
 `MetricLog.gather` is called after every update with the scalars that `Agent.update` returned. It keeps the device
 arrays and returns at once, so the next update is dispatched while this one runs. Every `interval` steps (`log`) all of

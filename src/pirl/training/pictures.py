@@ -1,4 +1,4 @@
-"""The model's input: the first batch's cameras as one picture, so that a wrong mapping is seen, not guessed."""
+"""An image of the first batch's cameras, so that a wrong camera mapping is visible."""
 
 from pathlib import Path
 from typing import Any

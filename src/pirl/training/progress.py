@@ -1,4 +1,4 @@
-"""How far along: a bar with the time left on a terminal, one plain line per interval anywhere else.
+"""Progress: a bar with the time left on a terminal, otherwise one plain line per interval.
 
 A log file must not fill with the fragments of a bar, and a bar must not be torn by what others print. While the bar
 is shown, prints and log messages are sent above it.

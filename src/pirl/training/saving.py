@@ -1,4 +1,4 @@
-"""What a run saves beside its weights, and whether there is time to."""
+"""What a run saves in addition to its weights, and whether there is time to."""
 
 from dataclasses import dataclass
 from itertools import chain

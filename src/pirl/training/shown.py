@@ -1,4 +1,4 @@
-"""What an evaluation during training shows beside its numbers: films, and which initial states are solved now."""
+"""Visual output of an evaluation during training: videos, and which initial states are newly solved."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: datasets, datasets and a replay buffer, or groups of rollouts.
+"""Sources of training batches: datasets, datasets plus a replay buffer, or groups of rollouts.
 
 The loop asks for a round and gets its batches: one from a dataset, several where an algorithm makes passes over its own
 rollouts. A stream collects with the weights the round begins with. Its `state` holds what it needs to resume, also

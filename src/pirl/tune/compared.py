@@ -1,4 +1,4 @@
-"""What is known of the runs of a comparison, from their files: progress, results, and the table."""
+"""State of a comparison's runs, from their files: progress, results, and the table."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The runs of a comparison: one per task, algorithm and seed, equal in everything that is not the algorithm."""
+"""The runs of a comparison: one per task, algorithm and seed, identical except for the algorithm."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

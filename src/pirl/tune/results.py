@@ -1,4 +1,4 @@
-"""Output of a search: results as JSON and CSV, the best configuration, and which checkpoints stay."""
+"""Output of a search: results as JSON and CSV, the best configuration, and which checkpoints to keep."""
 
 import csv
 import io
