@@ -231,7 +231,7 @@ def changed(config: RLTrainConfig, **settings: Any) -> RLTrainConfig:
         (DEBUG, {"sinks": ["wandb", "wandb"]}, "sinks are wandb, wandb", "once"),
         (DEBUG, {"early_stop": {"patience": 0}}, "patience is 0", "at least 1"),
         (DEBUG, {"agent__real_time_delay": 4}, "a chunk has 4 steps", "minus the steps"),
-        (STATE_ONLY, {"agent__real_time_delay": 1}, "the policy is an MLP", "a time for each step"),
+        (STATE_ONLY, {"agent__real_time_delay": 1}, "the policy is an MLP", "flow time per step"),
         (recipes.get_config("ript_tabletop"), {"agent__real_time_delay": 1}, "train with given steps", "guides"),
         (DEBUG, {"data__critic_horizon": 5}, "data.critic_horizon is 5, model.horizon is 4", "whole chunk"),
         (DEBUG, {"freeze": "lora"}, "the model has no adapters", "_lora"),

@@ -61,7 +61,7 @@ def test_every_stage_runs_once_and_the_table_names_all_policies(
         assert name in shown
     assert app.main(["demo", "--folder", str(tmp_path / "demo")]) == 0
     assert len(done) == len(verbs), "the second time there is nothing to do"
-    assert "is there already" in capsys.readouterr().out
+    assert "done already" in capsys.readouterr().out
 
 
 def test_its_commands_are_understood_and_start_from_one_another(tmp_path: Path, done: list[list[str]]) -> None:
@@ -97,7 +97,7 @@ def test_what_was_interrupted_goes_on(
 
     monkeypatch.setattr(app, "main", interrupted)
     assert demo.run(arguments(tmp_path)) == 130
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command continues" in capsys.readouterr().out
     (tmp_path / "data" / "tabletop" / "count").write_text("1400")  # and the recording lacks some episodes
     monkeypatch.setattr(app, "main", complete)
     stages, _ = demo.plan(tmp_path, quick=False, seed=0)

@@ -33,7 +33,7 @@ def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_show_prints_yaml_that_is_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     shown = pirl(capsys, "recipes", "show", "rl_fold_box")
-    assert "# Per environment step." in shown
+    assert "# Discount per environment step." in shown
     assert from_dict(RLTrainConfig, parse_yaml(shown)) == recipes.get_config("acrlpd_aloha_fold")
     bare = pirl(capsys, "recipes", "show", "rl_fold_box", "--bare")
     assert "#" not in bare

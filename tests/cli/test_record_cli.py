@@ -143,7 +143,7 @@ def test_mistakes_are_answered(home: Path, capsys: pytest.CaptureFixture[str]) -
         (1, ["bc_tabletop", *usual, "--checkpoint", "nowhere/5"], "there is nothing at"),
         (1, ["bc_tabletop", *usual, "--env.image-size", "2"], "image_size is 2\n  hint: it is at least 8"),
         (2, ["bc_tabletop", *usual, "--env.levle", "easy"], "--env.level"),
-        (2, ["bc_tabletop", "--episodes", "2"], "--repo-id (or --root) where to"),
+        (2, ["bc_tabletop", "--episodes", "2"], "--repo-id (or --root)"),
         (2, ["bc_tabletop", *usual, "--apend"], "--apend: did you mean --append?"),
         (2, ["bc_tabletop", *usual, "--split", "tarin"], "did you mean: train"),
         (2, ["bc_tabletop", *usual, "--dials", "wrong=1", "--checkpoint", "x"], "choose one"),

@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_its_own_settings(
     assert app.main(["train", *words]) == 0
     assert calls == [(run, RESUMED)]
     said = capsys.readouterr().out
-    assert said == "going on with checkpoints/debug_bc/mine from step 40, with its own settings\n"
+    assert said == "resuming checkpoints/debug_bc/mine from step 40, with its own settings\n"
 
 
 def test_flags_are_changes_and_are_shown(run: RLTrainConfig, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_flags_are_changes_and_are_shown(run: RLTrainConfig, calls: Calls, capsy
     assert app.main(["train", *words]) == 0
     assert calls == [(replace(run, num_train_steps=500, agent=replace(run.agent, flow_draws=2)), RESUMED)]
     said = capsys.readouterr().out
-    assert "with its own settings but for\n" in said
+    assert "with its own settings except\n" in said
     assert "  num_train_steps: 300 -> 500\n" in said
     assert "  agent.flow_draws: 1 -> 2\n" in said
 
@@ -84,7 +84,7 @@ def test_a_file_that_says_something_else_is_told(
     file = write_yaml(Path("mine.yaml"), replace(run, seed=3))
     assert app.main(["train", str(file), "--resume", "--max-steps", "9"]) == 0
     assert calls == [(replace(run, num_train_steps=9), RESUMED)]
-    assert "not changed by mine.yaml, which says seed 3" in capsys.readouterr().out
+    assert "ignored from mine.yaml: seed 3" in capsys.readouterr().out
 
 
 def test_a_run_that_was_moved_stays_where_it_is(run: RLTrainConfig, calls: Calls, tmp_path: Path) -> None:

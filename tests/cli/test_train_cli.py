@@ -201,7 +201,7 @@ def test_the_help_of_a_recipe_has_every_setting_and_needs_no_jax() -> None:
     text = " ".join(done.stdout.replace("│", " ").split())
     for flag in ("--resume", "--pi0-lr", "--exp-name", "--model.pi05", "--agent.discount", "--mesh.fsdp", "--sinks"):
         assert flag in text
-    assert "Per environment step. A good start is 1 - 1/(steps of a long episode). (default: 0.9)" in text
+    assert "Discount per environment step. A good start is 1 - 1/(steps of a long episode). (default: 0.9)" in text
 
 
 def plan_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

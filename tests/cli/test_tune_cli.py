@@ -182,7 +182,7 @@ def test_a_search_is_interrupted_and_goes_on(
     words = ["tune", str(recipe), "--trials", "2", "--space", "space.yaml", "--agent.ema-decay", "0.9"]
     make_trouble(monkeypatch, tmp_path, terminate=24 + 15)
     assert app.main(words) == 130
-    assert "interrupted in trial 1; the same command goes on from there" in capsys.readouterr().out
+    assert "interrupted in trial 1; the same command continues" in capsys.readouterr().out
     monkeypatch.delenv(VARIABLE)
     folder = tmp_path / "runs" / "walk"
     first = records(folder / "tune-trial-000")

@@ -296,7 +296,7 @@ def test_what_was_learned_beside_the_policy_is_not_exported_silently(
         (step / "extra" / "metadata.json").write_text(json.dumps({"config": as_json(told)}))
         assert app.main(["export", "openpi", str(step), "--out", str(tmp_path / "out"), "--overwrite"]) == 0
         assert (BESIDE in " ".join(capsys.readouterr().err.split())) == beside
-        assert (f"# Mind: {BESIDE}" in (tmp_path / "out" / "openpi_config.py").read_text()) == beside
+        assert (f"# Warning: {BESIDE}" in (tmp_path / "out" / "openpi_config.py").read_text()) == beside
 
 
 def test_a_checkpoint_without_statistics_is_exported_with_a_warning(

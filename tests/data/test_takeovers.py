@@ -339,7 +339,7 @@ def test_an_inspection_says_what_corrections_do(recorded: Path) -> None:
     ("settings", "message"),
     [
         (dict(takeover_reward=1.0), "takeover_reward is 1.0"),
-        (dict(takeover="failure", takeover_window=0), "a failure of no steps"),
+        (dict(takeover="failure", takeover_window=0), "takeover_window is 0"),
         (dict(takeover="failure", boundary="drop"), "boundary is 'drop'"),
     ],
 )
