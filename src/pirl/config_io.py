@@ -24,7 +24,7 @@ from pirl.ranges import OutOfRangeError
 from pirl.trust import load_object, main_module
 
 TAG = "type"
-"""The key that says which dataclass of several a mapping describes."""
+"""The key that selects one of several dataclasses for a mapping."""
 ABSENT = "(not set)"
 """What `diff` gives for a setting that one of the two does not have."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class PirlError(Exception):
-    """Base of every error pirl raises on purpose; `hint` says what to do about it."""
+    """Base class of pirl's own errors; `hint` is what to do about it."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message if not hint else f"{message}\n  hint: {hint}")
@@ -25,7 +25,7 @@ class CheckpointError(PirlError):
 
 
 class DataError(PirlError):
-    """A dataset that cannot be read or does not hold what it says; names the file and the episode."""
+    """A dataset that is unreadable or contradicts its metadata; names the file and the episode."""
 
 
 class EnvError(PirlError):

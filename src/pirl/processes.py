@@ -12,7 +12,7 @@ import sys
 import threading
 
 PARENT_VARIABLE = "PIRL_PARENT"
-"""Holds the number of a pipe's reading end; nobody ever writes, and it closes with the parent."""
+"""Number of a pipe's reading end; nothing is ever written to it, and it closes with the parent."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -32,7 +32,7 @@ def trusted() -> set[str]:
 
 
 def check(config: Mapping[str, Any], *, source: object) -> None:
-    """Refuse a foreign configuration that names modules which nobody trusts."""
+    """Raise if a foreign configuration names untrusted modules."""
     strangers = sorted({name for name in _modules(config) if not _known(name)})
     if strangers:
         flags = " ".join(f"--trust {name}" for name in strangers)

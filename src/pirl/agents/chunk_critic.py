@@ -106,7 +106,7 @@ class ChunkCritic(Agent):
         return y, info
 
     def longer(self, target: Params, inputs: CriticInputs, batch: Any, key: Array) -> dict[int, Float[Array, "*E B"]]:
-        """What each head learns the expectile of: what the target critic says of the chunk in the data."""
+        """The target of each head's expectile regression: the target critic's value of the data's chunk."""
         embedding, found = self.critic.embed(target, inputs), {}
         looks: tuple[int | None, ...] = (None, *self.config.heads)
         for steps, look in zip(self.config.heads, looks[:-1], strict=True):
@@ -218,7 +218,7 @@ class ChunkCritic(Agent):
     # What is logged of values
 
     def value_metrics(self, state: TrainState, inputs: CriticInputs, batch: Any) -> Metrics:
-        """What the critic says of the data's chunks, against what came of them."""
+        """The critic's values of the data's chunks, compared with observed returns."""
         critic, chunks = state.params["critic"], batch["critic_actions"][:, None]
         embedding = self.critic.embed(critic, inputs)
 

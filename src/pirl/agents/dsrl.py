@@ -122,7 +122,7 @@ class DSRL(FrozenPolicy):
     def distil_loss(
         self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"], y: Float[Array, "B N"]
     ) -> Float[Array, ""]:
-        """How far Q^W is from what the critic says of the chunks that the noise leads to."""
+        """Distance of Q^W to the critic's values of the chunks that the noise produces."""
         sizes, count = self.critic.config, y.size
         out = self.noise_scores(params, inputs, noise)
         out = out.reshape(len(out), count, *out.shape[3:])

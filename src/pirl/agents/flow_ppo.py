@@ -214,7 +214,7 @@ class FlowPPO(Agent):
         return po.gae(rewards, values[: len(rewards)], after, lengths, c.discount, c.gae_lambda)
 
     def moved_far(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the policy is held until the next iteration, and no value goes on to learn."""
+        """Whether the KL limit stops the policy and there is no value left to train."""
         return self.value is None and float(metrics["ppo/held"]) > 0
 
     # One step

@@ -59,7 +59,7 @@ class FrozenPolicy(ChunkCritic):
 
     @classmethod
     def parts_of(cls, config: Any, parts: Parts) -> dict[str, Any]:
-        """What a subclass needs to be built, but for the actor."""
+        """The arguments a subclass needs, except the actor."""
         return {
             "policy": parts.policy,
             "critic": parts.critic,

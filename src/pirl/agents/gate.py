@@ -19,7 +19,7 @@ RANK, AUC = "held_out/rank_correlation", "held_out/auc"
 
 
 def stays_open(measured: Mapping[str, float], gate: Share, *, was_open: bool) -> bool:
-    """Whether the actor listens from here on. Where ρ cannot be told, no return varies, and nothing speaks against."""
+    """Whether the actor may use the critic. If ρ is undefined, because returns do not vary, the gate opens."""
     if RANK not in measured:
         return True
     rank, auc = measured[RANK], measured.get(AUC)

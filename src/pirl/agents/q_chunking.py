@@ -34,11 +34,11 @@ class ActorPart(NamedTuple):
     draws: flow.Draws
     candidate_noise: Float[Array, "B N H A"]
     acted_by: Int[Array, "B H"] | None = None
-    """Who chose each step, where the actor heeds that."""
+    """Who chose each step, if the actor uses it."""
 
 
 class Compared(NamedTuple):
-    """What the critic says of the data's chunks and of the policy's; the batch is in front."""
+    """The critic's values of the data's chunks and of the policy's, batch first."""
 
     members: Float[Array, "B E"]
     """A = Q(s, a) - V(s), by each critic; V is learned, or mean_n Q(s, a^n)."""

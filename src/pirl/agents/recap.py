@@ -64,7 +64,7 @@ class RECAP(Agent):
 
     policy: FlowPolicy
     critic: Critic
-    """Its value of the chunk of zeros stands for V(s): the network is the same, only the chunk says nothing."""
+    """Its value of an all-zero chunk is V(s): the same network, with an uninformative chunk."""
     config: RECAPConfig
     policy_learner: Learner
     critic_learner: Learner
@@ -116,7 +116,7 @@ class RECAP(Agent):
         return ob.critic_value(self.critic.config.loss, self._value_outputs(critic, inputs), self.support)
 
     def value_loss(self, critic: Params, inputs: CriticInputs, returns: Float[Array, "B"]) -> Float[Array, ""]:
-        """How far V(s) is from the observed returns; where nobody knows one (NaN) there is no loss."""
+        """Cross-entropy of V(s) and observed returns; unknown returns (NaN) have no loss."""
         known, sizes = jnp.isfinite(returns), self.critic.config
         targets = jnp.where(known, returns, 0.0)
         out = self._value_outputs(critic, inputs)
@@ -155,7 +155,7 @@ class RECAP(Agent):
     def better(
         self, advantage: Float[Array, "B"], state: TrainState, acted_by: Int[Array, "B H"] | None
     ) -> Bool[Array, "B"]:
-        """The indicator: by the value, or by the person who acted or took over."""
+        """The indicator: from the value, or from corrections and takeovers."""
         better = advantage > state.scalars["quantile"]
         return better if acted_by is None else corrections.judged(better, acted_by)
 
@@ -222,7 +222,7 @@ class RECAP(Agent):
     # Acting
 
     def served(self, state: TrainState) -> Params:
-        """The policy told "better than usual", as a plain one."""
+        """The policy conditioned on "better than usual", as a plain one."""
         told = state.ema.get("condition", state.params.get("condition"))
         return state.policy if told is None else condition.folded(self.policy, state.policy, told["better"])
 
@@ -247,7 +247,7 @@ class RECAP(Agent):
         best_of: int | None = None,
         steer: flow.Steer | None = None,
     ) -> Float[Array, "B H A"]:
-        """One chunk per observation, told "better than usual"."""
+        """One chunk per observation, conditioned on "better than usual"."""
         scale = self.config.guidance
         context = self.policy.encode(state.policy, observation)
         noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)

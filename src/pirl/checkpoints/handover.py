@@ -57,7 +57,7 @@ BESIDE = (
 
 
 def problems(model: Pi0Config, robot: Robot, *, beside: bool = False) -> tuple[str, ...]:
-    """What of a policy OpenPI's configs cannot say."""
+    """Properties of a policy that OpenPI's configs cannot express."""
     found = [BESIDE] if beside else []
     for who, gemma in (("VLM", model.vlm), ("action expert", model.expert)):
         if _variant(gemma) is None:

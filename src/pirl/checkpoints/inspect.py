@@ -82,7 +82,7 @@ class Description:
     kind: str
     """"openpi", "pytorch" or "npz"."""
     model: str
-    """π₀, π₀.₅ or PaliGemma, told by the names."""
+    """π₀, π₀.₅ or PaliGemma, recognised by parameter names."""
     step: int | None
     """Training step, where the folder is named after one."""
     steps: tuple[int, ...]

@@ -27,7 +27,7 @@ def check_directory(
     overwrite: bool = False,
     fresh_if_missing: bool = False,
 ) -> bool:
-    """Refuse a folder that a run may not use; True if there is a checkpoint to go on from. Changes nothing."""
+    """Raise if a run may not use the folder; True if there is a checkpoint to resume from. Changes nothing."""
     ResumeMode(resume=resume, overwrite=overwrite, fresh_if_missing=fresh_if_missing)
     directory = Path(directory).expanduser().absolute().resolve()
     if directory.exists() and not directory.is_dir():
@@ -71,7 +71,7 @@ def prepare_directory(
     overwrite: bool = False,
     fresh_if_missing: bool = False,
 ) -> bool:
-    """Make the folder of a run ready; True if there is a checkpoint to go on from.
+    """Prepare the folder of a run; True if there is a checkpoint to resume from.
 
     A run that exists is gone on with, or deleted, only if told so. A folder that holds anything that pirl did not write
     is never deleted.
@@ -119,7 +119,7 @@ def lock_run(directory: Path, taken: PirlError | None = None, *, timeout: float 
 
 @contextmanager
 def io_errors(problem: str) -> Iterator[None]:
-    """What the file system says no to, as an error for the user."""
+    """File system errors as errors for the user."""
     try:
         yield
     except OSError as error:

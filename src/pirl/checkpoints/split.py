@@ -39,7 +39,7 @@ def split_state(state: TrainState, *, keep_policy: bool = False) -> tuple[dict[s
 
 
 def join_state(reference: TrainState, weights: dict[str, Any], rest: Mapping[str, Any]) -> TrainState:
-    """The inverse of `split_state`; the reference says which weights are averaged, and which are frozen."""
+    """The inverse of `split_state`; the reference defines which weights have an EMA and which are frozen."""
     params, ema = dict(rest["groups"]), dict(rest["ema"])
     averaged = "policy" in reference.ema
     if "policy" not in params:

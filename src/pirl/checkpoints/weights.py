@@ -82,7 +82,7 @@ def check_fits(location: str | os.PathLike[str], reference: Mapping[str, Any]) -
 
 
 def kind_of(path: Path) -> str:
-    """What lies there: "npz", "pytorch" or "openpi", told by the files and never by the name of the folder."""
+    """Format of the weights: "npz", "pytorch" or "openpi", recognised by files, never by the folder's name."""
     if path.is_file() and path.suffix == ".npz":
         return "npz"
     if (path.is_file() and path.suffix == ".safetensors") or (path / SAFETENSORS_FILE).is_file():

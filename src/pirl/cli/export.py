@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_config(folder: Path) -> "RLTrainConfig | None":
-    """How the checkpoint was trained, if it says so."""
+    """The configuration of the checkpoint's run, if it is stored."""
     from pirl.errors import PirlError
     from pirl.training.acting import find_checkpoint
 

@@ -60,7 +60,7 @@ def seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, show, say what to do next."""
+    """Search, print the results and the next commands."""
     from pirl.config_io import read_yaml
     from pirl.recipes import cli
     from pirl.tune.space import default_space, parse_space, space_yaml

@@ -93,7 +93,7 @@ def create_transform(
     image_size: int = 224,
     default_prompt: str | None = None,
 ) -> Transform:
-    """The transform between the robot of `config` and a model of these sizes (`Transform` says what each means).
+    """The transform between the robot of `config` and a model of these sizes (arguments as in `Transform`).
 
     A robot that has no name in the registry is given as `robot`, statistics that are not in a file as `norm_stats`.
     """
@@ -198,7 +198,7 @@ def select_cameras(robot: Robot, slots: Collection[str] | None) -> Robot:
 
 
 def create_tokenizer(choice: str) -> Tokenizer | None:
-    """`paligemma`, `byte`, `word`, `none`, or a sentencepiece file of one's own."""
+    """`paligemma`, `byte`, `word`, `none`, or your own sentencepiece file."""
     if choice == "none":
         return None
     if choice == "byte":
@@ -209,7 +209,9 @@ def create_tokenizer(choice: str) -> Tokenizer | None:
 
 
 def find_norm_stats(config: DataConfig, robot: Robot, horizon: int) -> dict[str, NormStats]:
-    """The statistics in `assets_dir/asset_id/norm_stats.json`; if they are missing, the error says how to get them."""
+    """The statistics in `assets_dir/asset_id/norm_stats.json`; the error for missing ones has the command to compute
+    them.
+    """
     if config.repo_ids == (SYNTHETIC,):
         return compute_norm_stats(create_source(config, robot), robot, horizon)
     if (folder := own_assets(config)) is None:

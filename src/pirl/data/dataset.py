@@ -190,7 +190,7 @@ class SubsetSource(EpisodeSource):
 
     @property
     def weights(self) -> Float[np.ndarray, "E"] | None:
-        """Probability of each episode, where the source says."""
+        """Probability of each episode, if the source defines it."""
         weights = self.source.weights
         return None if weights is None else weights[self.kept] / weights[self.kept].sum()
 
@@ -369,7 +369,7 @@ def _scalars(meta: DatasetMeta, columns: Mapping[str, np.ndarray], key: str, *, 
 def read_outcomes(
     meta: DatasetMeta, columns: Mapping[str, np.ndarray], rule: OutcomeRule
 ) -> tuple[OutcomeRule, tuple[EpisodeOutcome, ...]]:
-    """The rule that applies, and what it says of each episode."""
+    """The rule that applies, and the outcome of each episode."""
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     by_people = bool(verdicts) and rule.success_file is None and rule.rule != "columns"
     if by_people:

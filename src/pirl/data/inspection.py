@@ -51,9 +51,9 @@ class Inspection:
     labels: str
     """Who labelled what with `pirl label`, and where they disagree; empty without labels."""
     interventions: str
-    """How much of it people did in place of the policy, and what training makes of it; empty where nobody says."""
+    """How often operators acted in place of the policy, and the effect on training; empty without the column."""
     success: tuple[bool | None, ...]
-    """Of each episode; None where nobody knows."""
+    """Of each episode; None if unlabelled."""
     stored_bytes: int
     """Size of its data and video files."""
     decoded_bytes: int

@@ -31,7 +31,7 @@ FEATURE = {"dtype": "bool", "shape": [1], "names": None}
 
 
 def write_success(root: Path) -> int:
-    """Store what the labels say as `next.success`; the number of episodes. Every episode needs a verdict.
+    """Store the labels as `next.success`; returns the number of episodes. Every episode needs a verdict.
 
     An episode without a label keeps the column it has. From the moment of success on, or at the last frame where none
     was named, the column is true.

@@ -65,7 +65,7 @@ class Verdict:
 
     @property
     def conflict(self) -> bool:
-        """One person says success, another failure."""
+        """Annotators disagree."""
         return {"success", "failure"} <= {label.outcome for label in self.counted}
 
     @property
@@ -134,7 +134,7 @@ def append(root: Path, label: Label) -> Label:
 
 
 def read(root: Path, lengths: Mapping[int, int]) -> list[Label]:
-    """All labels in the order they were given; none where nobody has labelled."""
+    """All labels in the order they were given; empty if there are none."""
     path = root / LABELS_FILE
     try:
         content = path.read_bytes()
@@ -170,7 +170,7 @@ def newest(labels: Sequence[Label]) -> dict[int, Verdict]:
 
 
 def describe(verdicts: Mapping[int, Verdict], episodes: Collection[int]) -> str:
-    """Who labelled how many, what came of it, and where people disagree; empty where nobody has labelled."""
+    """Labels per annotator, their results, and conflicts; empty if there are none."""
     if not verdicts:
         return ""
     people: dict[str, int] = {}

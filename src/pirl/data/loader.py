@@ -157,7 +157,7 @@ class ACRLPDDataLoader:
         return statistics
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on with the same batches, as plain JSON; the replay buffer saves itself."""
+        """Everything needed to continue with the same batches, as plain JSON; the replay buffer saves itself."""
         return {
             "seed": self.config.seed,
             "step": self._step,

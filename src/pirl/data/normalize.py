@@ -106,7 +106,7 @@ def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
 
 
 def load_origin(path: str | Path) -> StatsOrigin | None:
-    """What the statistics in a file or folder were computed for; None where it does not say, as OpenPI's never do."""
+    """What the statistics in a file or folder were computed for; None if unknown, as in OpenPI's files."""
     _, content = _read_stats(path)
     found = content.get(_ORIGIN) if isinstance(content, dict) else None
     if not isinstance(found, dict) or not isinstance(found.get("horizon"), int):

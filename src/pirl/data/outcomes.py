@@ -33,7 +33,7 @@ class OutcomeRule:
     With sparse_success (what `auto` then means) and step_penalty. Without it the labels of `pirl label` decide, then
     the column next.success; without either every episode counts as a success."""
     failure: Failure = "auto"
-    """What a labelled failure ends in, where next.truncated does not say."""
+    """Meaning of a labelled failure without next.truncated."""
     failure_reward: float = 0.0
     """Added to the last reward of a terminal failure."""
 
@@ -49,7 +49,7 @@ class EpisodeOutcome:
     truncated: Bool[np.ndarray, "T"]
     """The recording ended with action t, the task did not."""
     success: bool | None
-    """None where nobody said."""
+    """None if unlabelled."""
 
 
 def settle(rule: OutcomeRule, available: Collection[str], *, where: str) -> OutcomeRule:

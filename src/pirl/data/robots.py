@@ -281,7 +281,7 @@ def make_robot(
     action_keys: tuple[str, ...] = (),
     prompt: str | None = None,
 ) -> Robot:
-    """A robot of one's own: its sizes, and which picture goes into which camera slot.
+    """Your own robot: its sizes, and which image goes into which camera slot.
 
     `relative` gives run lengths as in `delta_mask`; a key of one's own is looked for before the usual ones.
     """
@@ -360,7 +360,7 @@ ROBOTS: Mapping[str, Robot] = {
 
 
 def get_robot(name: str) -> Robot:
-    """A robot by its name; `module:NAME` is the robot that a module of one's own calls NAME."""
+    """A robot by name; `module:NAME` is the object NAME of your own module."""
     module, _, own = name.rpartition(":")
     if module:
         return _imported(module, own)

@@ -37,7 +37,7 @@ class TakeoverRule:
 
     @classmethod
     def of(cls, config: DataConfig) -> "TakeoverRule":
-        """What the settings say."""
+        """The rule of the settings."""
         return cls(meaning=config.takeover, window=config.takeover_window, reward=config.takeover_cost)
 
 

@@ -54,7 +54,7 @@ class LiberoEnv(RobotEnv):
         self._steps = 0
 
     def begin(self, context: Context) -> None:
-        """Put everything where the context says, and let it settle."""
+        """Reset to the context and let objects settle."""
         if context.task not in self._simulators:
             while len(self._simulators) >= self._config.keep_tasks:
                 self._simulators.popitem(last=False)[1].close()

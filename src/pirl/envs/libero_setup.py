@@ -75,7 +75,7 @@ def prepare(assets: str | None) -> None:
 
 
 def check_packages() -> None:
-    """Refuse to go on without LIBERO's packages."""
+    """Raise if LIBERO's packages are missing."""
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
         raise EnvError(
             f"LIBERO needs {', '.join(missing)}, which cannot be imported",

@@ -164,7 +164,7 @@ class Worlds:
         self._pictures: dict[str, Pictures] = {}
 
     def borrow(self, name: str) -> Simulator:
-        """A simulator of a task that nobody uses; a new one where there is none."""
+        """An idle simulator of a task; a new one if there is none."""
         for simulator in self._spare:
             if simulator.name == name:
                 self._spare.remove(simulator)

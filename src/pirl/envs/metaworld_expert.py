@@ -37,7 +37,8 @@ class MetaWorldDials:
     detour_steps: tuple[int, int] = (40, 80)
     """Least and most steps before a detour is corrected."""
     action_noise: float = 0.0
-    """Standard deviation added to each move of the hand; a move is at most 1. 0.3 is harmless but for the peg."""
+    """Standard deviation of the noise on each move of the hand; a move is at most 1. 0.3 is harmless except for the
+    peg."""
 
     def __post_init__(self) -> None:
         if min(self.wrong, self.detour, self.beside, self.action_noise) < 0 or self.wrong + self.detour > 1:

@@ -36,7 +36,7 @@ _APART = 10_000
 
 
 class WaitingForLabelsError(PirlError):
-    """Recordings that nobody has labelled yet."""
+    """Recordings without labels."""
 
 
 def improve(config: LoopConfig, say: Say = print) -> State:
@@ -159,7 +159,7 @@ def _classify(config: LoopConfig, now: State, folder: Path, dataset: Path, doing
 
 
 def read_outcomes(dataset: Path) -> list[bool]:
-    """Success of every episode, recorded or labelled; an error says how to label what is missing."""
+    """Success of every episode, recorded or labelled; raises with the command for missing labels."""
     success = inspect_dataset(dataset).success
     missing = [index for index, known in enumerate(success) if known is None]
     if missing:
@@ -222,7 +222,7 @@ def _held_out(config: LoopConfig, candidate: str, folder: Path, doing: Say) -> d
 
 
 def _compare(config: LoopConfig, now: State, candidate: str, folder: Path, doing: Say) -> dict[str, Any]:
-    """Run both policies blindly until the interval leaves out 0, or episodes run out. Says nothing about who leads."""
+    """Run both policies blindly until the interval excludes 0 or episodes run out. Does not reveal the leader."""
     if (done := state.read_part(folder, "compared")) is not None:
         return dict(done)
     dataset, first = folder / "comparison", (2 * now.number + 1) * _APART

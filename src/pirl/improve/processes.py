@@ -71,7 +71,7 @@ def serving(checkpoint: str, words: Sequence[str], *, host: str, port: int, log:
 
 
 def free_port() -> int:
-    """A port nobody uses now."""
+    """An unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -10,7 +10,7 @@ from pirl.files import json_text, write_text
 
 STATE_FILE = "state.json"
 Decision = Literal["promote", "keep", "roll back"]
-"""promote: the candidate is better and becomes the robot's policy. roll back: it is worse, and training goes on from
+"""promote: the candidate is better and becomes the robot's policy. roll back: it is worse, and training continues from
 the robot's policy. keep: undecided, the robot keeps its policy."""
 
 

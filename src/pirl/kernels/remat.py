@@ -91,7 +91,7 @@ def in_type(stacked: Any, dtype: jnp.dtype) -> Any:
 
 
 def rematerialised(block: Block, remat: Remat) -> Block:
-    """The block, keeping for its backward pass only what the setting says."""
+    """The block, keeping for its backward pass only what the setting allows."""
     if remat == "none":
         return block
     policies = jax.checkpoint_policies

@@ -17,7 +17,7 @@ STRENGTH = 1.0
 """λ. Features are standardised, and there are more of them than episodes."""
 FOLDS = 5
 LEAST = 5
-"""Episodes on one side of a threshold below which their share says nothing."""
+"""Fewest episodes on one side of a threshold for an estimate of precision."""
 
 
 class Logistic(NamedTuple):

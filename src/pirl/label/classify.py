@@ -104,7 +104,7 @@ def classify(
 
 
 def known_outcomes(dataset: str) -> tuple[dict[int, bool], set[int], bool]:
-    """(outcomes that were recorded or said by people, episodes about which neither says anything, a policy's?)."""
+    """(recorded or human outcomes, episodes without either, whether they are a policy's)."""
     found = inspect_dataset(dataset)
     verdicts = labels.newest(labels.read(found.root, dict(zip(found.indices, map(int, found.lengths), strict=True))))
     outcomes, open_ = {}, set()

@@ -51,7 +51,7 @@ class LabelServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def read_labels(self) -> dict[int, labels.Verdict]:
-        """What the file says now; other people may be writing too."""
+        """The labels now in the file; other annotators may be writing too."""
         return labels.newest(labels.read(self.meta.root, self.lengths))
 
     def facts(self) -> dict[str, Any]:

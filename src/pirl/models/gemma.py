@@ -285,7 +285,7 @@ def _suffix_attention(
 
 
 def suffix_rotation(config: Pi0Config, prefix_mask: Bool[Array, "B P"], length: int, start: int = 0) -> Rotation:
-    """Positions of suffix tokens, which go on where the real tokens of the prefix end; the same for all candidates."""
+    """Positions of suffix tokens, continuing after the real tokens of the prefix; the same for all candidates."""
     positions = prefix_mask.sum(-1)[:, None] + jnp.arange(start, start + length)
     return rotation(positions[:, None, :], config.expert.head_dim, limit=prefix_mask.shape[1] + start + length)
 

@@ -45,7 +45,7 @@ class FlowPolicy(Protocol):
 
 @runtime_checkable
 class Conditionable(Protocol):
-    """A policy that can be told something more: by a vector that is added to one of its biases."""
+    """A policy with a condition: a vector that is added to one of its biases."""
 
     @property
     def condition_path(self) -> str:

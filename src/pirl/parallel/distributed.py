@@ -140,7 +140,7 @@ def initialize(
 
 @contextmanager
 def all_alive() -> Iterator[None]:
-    """Turn errors caused by a dead process into one that says so."""
+    """Turn errors caused by a dead process into one that names the cause."""
     try:
         yield
     except Exception as error:
@@ -161,7 +161,7 @@ def is_main() -> bool:
 
 
 def barrier(name: str, timeout: int | float = 600) -> None:
-    """Wait until every process has come here; whoever waits longer than `timeout` seconds gets an error.
+    """Wait for all processes; raises after `timeout` seconds.
 
     Every process must pass its barriers in the same order.
     """

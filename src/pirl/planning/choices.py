@@ -50,7 +50,7 @@ def with_choices(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def _room() -> float | None:
-    """GiB that a device may use, the same number on every host; None where devices do not say, as a CPU."""
+    """GiB that a device may use, the same number on every host; None without a known limit, such as on a CPU."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if jax.process_count() > 1:
         limits = multihost_utils.process_allgather(np.float32((limit or 0) / GIB))

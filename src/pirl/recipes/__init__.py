@@ -48,7 +48,7 @@ def about(name: str) -> str:
 
 
 def load(source: str) -> RLTrainConfig:
-    """A recipe by name, from a module of one's own (`module:RECIPE`), or from a YAML file.
+    """A recipe by name, from your own module (`module:RECIPE`), or from a YAML file.
 
     A file is complete, or has `recipe: NAME` and overrides.
     """
@@ -76,7 +76,7 @@ def _load_foreign(data: Mapping[str, Any], source: str) -> RLTrainConfig:
 
 
 def _own(name: str) -> RLTrainConfig:
-    """A recipe of one's own: `module:RECIPE`."""
+    """A recipe of your own: `module:RECIPE`."""
     trust.allow(name.partition(":")[0])
     found = trust.load_object(name, what="recipe")
     if not isinstance(found, RLTrainConfig):

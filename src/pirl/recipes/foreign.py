@@ -124,7 +124,7 @@ def is_foreign(data: Mapping[str, Any]) -> bool:
 
 
 def translate(data: Mapping[str, Any], recipes: Mapping[str, RLTrainConfig]) -> tuple[str, list[str]]:
-    """(recipe, flags) that say the same; everything without a counterpart is one error, field by field."""
+    """Equivalent (recipe, flags); everything without a counterpart is one error, field by field."""
     leaves = dict(_leaves(data))
     named = next((str(leaves.pop(key)) for key in _RECIPE if isinstance(leaves.get(key), str)), None)
     recipe = "" if named is None else ALIASES.get(named, named)

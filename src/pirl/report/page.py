@@ -21,7 +21,7 @@ from pirl.report.scales import duration, percent, size
 from pirl.report.style import SCRIPT, style
 
 GENERATOR = "pirl report"
-"""How a page says that it is one of ours and may be replaced."""
+"""Marks a page as written by pirl, so that it may be replaced."""
 Part = tuple[str, str, Sequence[Markup | None]]
 """Id, title and content of a section."""
 

@@ -61,11 +61,11 @@ class PolicyClient:
 
     @property
     def episode(self) -> str:
-        """The running episode's name, as the server is told."""
+        """Name of the running episode, as sent to the server."""
         return self._episode
 
     def get_server_metadata(self) -> dict[str, Any]:
-        """What the server says about itself."""
+        """The server's metadata."""
         return self._metadata
 
     def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:

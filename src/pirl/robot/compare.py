@@ -61,7 +61,7 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class BlindComparison:
-    """What a number of episodes say."""
+    """Result of a comparison after a number of episodes."""
 
     successes: tuple[int, int]
     """Of A and of B."""
@@ -82,7 +82,7 @@ class BlindComparison:
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval says about B."""
+        """The interval's verdict about B."""
         return "better" if self.low >= 0 else "worse" if self.high <= 0 else "undecided"
 
     def __str__(self) -> str:

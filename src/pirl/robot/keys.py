@@ -4,7 +4,7 @@ In a request, beside the observation's own keys:
 """
 
 EPISODE = "pirl/episode"
-"""Text that names the episode; another text means that a new episode has begun. A stock client never says so."""
+"""Name of the episode; a new name starts a new episode. Stock clients never send it."""
 STEP = "pirl/step"
 """Number of the control step, from 0, at which this observation was made."""
 EXECUTED = "pirl/executed"

@@ -89,7 +89,7 @@ class Recorder:
         return self._episode is not None
 
     def start(self, *, task: str, policy: str = "") -> None:
-        """Begin an episode. `policy` names what acts; a step may say otherwise."""
+        """Begin an episode. `policy` names the acting policy; a step may override it."""
         if self.running:
             raise DataError(f"{self.root}: an episode is running", hint="call end(success=...) or discard() first")
         if not task.strip():

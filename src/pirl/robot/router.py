@@ -14,7 +14,7 @@ from pirl.robot.client import PolicyClient, ServerError
 from pirl.robot.keys import POLICY, PREFIX
 
 BLIND = "blind"
-"""What the robot is told about the policy."""
+"""The policy's name as the robot sees it."""
 
 
 class BlindRouter:

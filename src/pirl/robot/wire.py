@@ -60,7 +60,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, limits: Limits | None = None) -> Any:
-    """The value of a message from anywhere; `WireError` says what is wrong with it."""
+    """Decode an untrusted message; raises `WireError` with the problem."""
     _scan(data, Limits() if limits is None else limits)
     try:
         return msgpack.unpackb(data, object_hook=_restored)

@@ -8,7 +8,7 @@ from pirl.rollout.workers import ProcessPool
 
 
 def make_pool(env: EnvConfig, rollout: RolloutConfig) -> EnvPool:
-    """Environments where `rollout.backend` says."""
+    """Environments on the configured `rollout.backend`."""
     if rollout.backend == "local":
         return LocalPool(env, rollout.num_envs)
     pool: type[ProcessPool] | type[RayPool] = ProcessPool if rollout.backend == "process" else RayPool

@@ -111,7 +111,7 @@ class Worker(Protocol):
         """Send a request without waiting; `receive` reports whether it arrived."""
 
     def receive(self, timeout: float) -> bytes:
-        """The answer; `WorkerLostError`, which says what happened to the worker; or `TimeoutError`."""
+        """The answer; raises `WorkerLostError` with the cause, or `TimeoutError`."""
 
     def kill(self) -> None:
         """End it, whatever it is doing."""

@@ -17,7 +17,7 @@ from pirl.rollout.policy import ChunkPolicy, model_inputs, replay_frames
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRows:
-    """What the policy saw, what it planned, how much of it was executed, and what the algorithm says of the rollout."""
+    """Observation, plan, number of executed steps, and the algorithm's values for the rollout."""
 
     images: Mapping[str, Array]
     """Pictures by camera slot, as the policy saw them."""

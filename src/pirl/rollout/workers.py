@@ -50,7 +50,7 @@ class ProcessWorker:
             )
 
     def send(self, request: bytes) -> None:
-        """Hand over a request. If nobody is there to take it, `receive` will say so."""
+        """Send a request. If the worker is dead, `receive` raises."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(request)
 

@@ -27,7 +27,7 @@ class Batcher:
     """Hands rows to the device, in batches of what waits."""
 
     def __init__(self, *, max_batch: int, window: float, expected: Callable[[], int], metrics: Metrics) -> None:
-        """`expected`: how many requests may come at a time; once as many wait, nobody waits any longer."""
+        """`expected`: most simultaneous requests; once this many wait, the batch starts at once."""
         self._max_batch, self._window, self._expected, self._metrics = max_batch, window, expected, metrics
         self._waiting: list[_Waiting] = []
         self._arrived = asyncio.Event()

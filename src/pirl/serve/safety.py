@@ -146,7 +146,7 @@ class SafetyNet:
         return LimitedChunk(chunk=out.astype(chunk.dtype), rules=tuple(rules), reason=reason)
 
     def _jump(self, x: np.ndarray, last: np.ndarray | None, expected: np.ndarray | None) -> np.ndarray:
-        """Move the whole chunk, its end least, so that it begins near where the one before would go on."""
+        """Shift the whole chunk, its end least, so that it continues the previous one."""
         if self.config.jump is None or last is None:
             return x
         limit = np.array(self.config.jump)

@@ -43,11 +43,11 @@ HALF_OPEN = 32
 """Sockets beyond `max_connections` that may be shaking hands."""
 INTERNAL_ERROR, GOING_AWAY = 1011, 1001
 LONGEST_ERROR = 1000
-"""Characters of what a client is told; some of it may be its own."""
+"""Most characters of an error sent to a client; part of it may be the client's own text."""
 
 
 class PolicyServer:
-    """Serves one checkpoint until it is told to stop."""
+    """Serves one checkpoint until stopped."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class PolicyServer:
     # HTTP, before a connection is upgraded
 
     async def _before_upgrade(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer plain HTTP; refuse who may not connect."""
+        """Answer plain HTTP; reject unauthorised connections."""
         path = request.path.partition("?")[0]
         if path == "/healthz" and request.method in ("GET", "HEAD"):
             return connection.respond(HTTPStatus.OK, "OK\n")

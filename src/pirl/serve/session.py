@@ -24,7 +24,7 @@ class Exchange:
     episode: int | str
     """The episode's name, or its number within the connection."""
     step: int
-    """The observation's control step where the client says so; otherwise the request's number in the episode."""
+    """The observation's control step if the client sends it; otherwise the request's number in the episode."""
     observation: Mapping[str, Any]
     """The request, with nested keys as they came and without keys of ours. Arrays are read-only."""
     chunk: Float[np.ndarray, "H A"]
@@ -89,7 +89,7 @@ class Session:
         return fresh
 
     def before(self, message: Mapping[str, Any]) -> tuple[Float[np.ndarray, "P A"] | None, int]:
-        """(what is left of the last chunk, steps of it that will have been executed), if the client says so."""
+        """(rest of the last chunk, steps of it that will have been executed), if the client reports them."""
         if EXECUTED not in message or self.chunk is None:
             return None, 0
         executed = _whole(message, EXECUTED)

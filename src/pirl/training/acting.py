@@ -166,7 +166,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
 
 
 def _own_config(folder: Path, metadata: Mapping[str, Any]) -> RLTrainConfig:
-    """What the step says of itself, or else its run."""
+    """The configuration stored in the step, or else in its run."""
     file = folder.parent / CONFIG_FILE
     if "config" in metadata:
         source, data = folder / EXTRA_ITEM / METADATA_FILE, metadata["config"]

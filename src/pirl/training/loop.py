@@ -217,7 +217,9 @@ def evaluated(
     total: int,
     say: Callable[[str], None],
 ) -> tuple[TrainState, dict[str, float]]:
-    """Evaluate, log and show it; the state, as the algorithm leaves it when it hears the results, and these."""
+    """Evaluate, log and show it; returns the state, possibly updated by the algorithm from the results, and the
+    results.
+    """
     results = evaluator(state, step, total, say)
     log.write(step, results)
     log.show(step, evaluator.shown)
@@ -234,7 +236,7 @@ def initial_state(
 
 
 def metric_log(config: RLTrainConfig, extra: Mapping[str, Any]) -> MetricLog:
-    """Console, files and the chosen services; `extra` is what was stored beside the step that the run goes on from."""
+    """Console, files and the chosen services; `extra` is stored state of the step to resume from."""
     goes_on = extra.get("step", 0) < config.num_train_steps
     named = f"{config.name}/{config.exp_name}"
     peak = peak_flops(jax.devices()[0].device_kind)

@@ -99,8 +99,8 @@ class Timers:
         self._paused = 0.0
 
     def count_flops(self, count: Callable[[], int | float]) -> None:
-        """How to count the operations of a step, once its shapes are known. That takes a while: it is done when the MFU
-        is first told, not before the first step; and not at all where nobody could tell it.
+        """How to count a step's operations, once its shapes are known. Counting is slow: it runs when MFU is first
+        logged, not before the first step, and not at all on devices without a known peak.
         """
         if self._peak is not None and self._flops is None:
             self._count = self._count or count

@@ -73,7 +73,7 @@ class Progress:
         self.update(self._done + count, status=status)
 
     def say(self, status: str) -> None:
-        """Show what is going on, without having advanced."""
+        """Show a status without advancing."""
         self.update(self._done, status=status)
 
     def update(self, done: int, *, status: str | None = None) -> None:

@@ -26,7 +26,7 @@ class Saver:
     """Seconds between SIGTERM and SIGKILL."""
 
     def save(self, state: TrainState, step: int, values: dict[str, float] | None) -> None:
-        """Everything that going on bit-exactly needs; refuses a state that is not finite."""
+        """Save everything needed to resume bit-exactly; raises if the state is not finite."""
         pending = self.log.pending()
         check_finite(pending, step=step)
         check_state(state, step=step)

@@ -131,7 +131,7 @@ class ConsoleSink:
     """Prints each record through `sys.stdout` as it is now: a live progress bar puts itself there and stays below."""
 
     def __init__(self, total: int | None = None) -> None:
-        """`total` steps make the run; with them each line says how far it is and how long it will take."""
+        """`total`: steps of the run; with it each line shows progress and the time left."""
         self._total = total
         self._first: Record | None = None
 

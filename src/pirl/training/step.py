@@ -62,7 +62,7 @@ class Step:
     def __call__(
         self, state: TrainState, batch: Any, key: jax.Array, program: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """(the state after it, metrics). The state that was given is gone, but for what is frozen.
+        """(the state after the step, metrics). The given state is donated, except frozen leaves.
 
         `program` is what `lower` gave, compiled ahead of time.
         """

@@ -320,7 +320,7 @@ class GroupStream:
         return batch
 
     def notice(self, metrics: Mapping[str, jax.Array]) -> None:
-        """The agent decides whether the round goes on."""
+        """The agent decides whether the round continues."""
         self._moved_far = self._agent.moved_far(metrics)
 
     def metrics(self) -> dict[str, float]:

@@ -73,7 +73,7 @@ def train_words(file: Path, config: RLTrainConfig) -> list[str]:
 
 
 def _goes_on(run: Path) -> list[str]:
-    """The flag that goes on with what is there of a run."""
+    """The flag that resumes an existing run."""
     if not run.is_dir():
         return []
     lock_run(run, timeout=FREED_SECONDS).release()  # that of a search that was killed is just ending

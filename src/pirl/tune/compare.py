@@ -58,13 +58,13 @@ class Attempt:
     """Size of the log before it."""
     began: float
     until: int
-    """Step it began at: what its log says of later steps counts only if it is newer than this attempt."""
+    """Step it started at: later steps in its log count only if they are newer than this attempt."""
     since: float
     """When it began, in seconds since the epoch."""
     enough: bool = False
     """Whether the run has used its budget."""
     told: bool = False
-    """Whether it was told to stop."""
+    """Whether it was asked to stop."""
 
     def stop(self) -> None:
         """Ask it to save and stop, once."""

@@ -112,7 +112,7 @@ def _in_iterations(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
-    """What each algorithm of a task has other than the task's first, but for the algorithm's own settings."""
+    """How each algorithm of a task differs from the task's first, apart from the algorithm's own settings."""
     first: dict[str, RLTrainConfig] = {}
     for run in runs:
         base = first.setdefault(run.task, run.config)

@@ -61,7 +61,7 @@ class Attempt:
     pruned: str = ""
     """Why it is pruned."""
     told: bool = False
-    """Whether it was told to stop. Only once: a second signal would not reach the first's handler."""
+    """Whether it was asked to stop. Only once: a second signal would not reach the first's handler."""
 
     def stop(self) -> None:
         """Ask it to save and stop."""
