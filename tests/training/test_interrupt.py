@@ -151,6 +151,6 @@ def test_a_run_that_is_preempted_leaves_the_last_whole_step_or_one_more(
     said = " ".join(capsys.readouterr().err.split())
     assert steps_of(config) == left
     assert ("not saved: the last checkpoint took 100 s" in said) == (took == 100.0)
-    assert ("step 5 stands" in said) == (took == 100.0)
+    assert ("last complete step is 5" in said) == (took == 100.0)
     assert train(config, resume=True) == 0
     assert steps_of(config) == [*left, 10, 11]
