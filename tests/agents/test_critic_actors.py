@@ -34,6 +34,7 @@ from pirl.names import HANDOVER_FILE
 from pirl.parallel.sharding import make_mesh
 from pirl.planning.plan import batch_shapes
 from pirl.recipes import get_config
+from pirl.records import AUTONOMOUS, BLAMED, CORRECTED, DEMONSTRATED
 from pirl.training.step import Step
 
 SIZE, HORIZON, DIM, REAL, CRITIC_HORIZON, STATE, DRAWS, NUM, STEPS = 8, 3, 3, 2, 2, 4, 2, 3, 4
@@ -121,7 +122,20 @@ def make_batch() -> dict:
         "mc_return": np.array([0.3, 0.9, 1, np.nan, 0.5, np.nan, 0.2, 0.8]),
     }
     cast = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
-    return cast | {"length": jnp.asarray([2, 2, 2, 1, 2, 1, 1, 2], jnp.int32)}
+    person, policy, blamed, shown = CORRECTED, AUTONOMOUS, BLAMED, DEMONSTRATED
+    rows = [[person, person, policy], [policy] * 3, [policy, blamed, person], [person] * 3, [person] * 3, [blamed] * 3]
+    acted_by = jnp.asarray([*rows, [shown] * 3, [person, policy, person]], jnp.int32)
+    return cast | {"length": jnp.asarray([2, 2, 2, 1, 2, 1, 1, 2], jnp.int32), "acted_by": acted_by}
+
+
+def heeded(batch: dict, weight: float | None) -> tuple[np.ndarray, dict]:
+    """What each chunk of imitation counts for, and the batch with the steps that count, where corrections do."""
+    if weight is None:
+        return np.ones(SIZE), batch
+    own = batch["acted_by"] == CORRECTED
+    until = np.array([[own[b, : h + 1].all() or not own[b, 0] for h in range(HORIZON)] for b in range(SIZE)])
+    assert 0 < (until < 1).sum() < own[:, 0].sum()
+    return np.where(own[:, 0], weight, 1.0), batch | {"valid": batch["valid"] * until}
 
 
 def doubles(tree: Any) -> Any:
@@ -167,8 +181,10 @@ def mean_target(state: TrainState, batch: dict, successors: np.ndarray) -> float
 # One update, number by number
 
 
-def test_critic_nfts_update_is_numpys() -> None:
-    state, batch = make_state("critic_nft"), doubles(make_batch())
+@pytest.mark.parametrize("correction", [None, 1.6])
+def test_critic_nfts_update_is_numpys(correction: float | None) -> None:
+    state = make_state("critic_nft")
+    counts, batch = heeded(doubles(make_batch()), correction)
     policy, critic, old = doubles((state.params["policy"], state.params["critic"], state.target["old"]))
     here, there = batch["observations"]["state"], batch["next_observations"]["state"]
     of_data = naive.members(NAIVE, critic, here, batch["critic_actions"])
@@ -181,6 +197,7 @@ def test_critic_nfts_update_is_numpys() -> None:
     signed = np.array(
         [a * SCALARS["error"] / e if cut else a for a, e, cut in zip(signed, old_error, far, strict=True)]
     )
+    signed = np.where(counts > 1, 1.0, signed)  # what a person chose is what to do, whatever the critic thinks
 
     def fields(weights: dict) -> np.ndarray:
         """v - u for each draw, step and real dimension."""
@@ -199,9 +216,9 @@ def test_critic_nfts_update_is_numpys() -> None:
         return (BETA**2 * d**2 + 2 * BETA * a * e_old * d + e_old**2).mean((1, 2, 3))
 
     def loss(weights: dict) -> float:
-        return (SHARE * flow_loss(weights, batch) + (1 - SHARE) * nft(weights)).mean()
+        return (counts * (SHARE * flow_loss(weights, batch) + (1 - SHARE) * nft(weights))).mean()
 
-    new, metrics = updating(make("critic_nft"))(state, make_batch(), KEY)
+    new, metrics = updating(make("critic_nft", correction_weight=correction))(state, make_batch(), KEY)
     moved = naive.mapped(lambda x, g: x - POLICY_RATE * g, policy, naive.gradient(loss, policy))
     close(new.params["policy"], moved)
     close(new.target["old"], naive.mapped(lambda a, b: (1 - OLD_RATE) * a + OLD_RATE * b, old, moved))
@@ -225,9 +242,10 @@ def test_critic_nfts_update_is_numpys() -> None:
     close(float(metrics["critic/y"]), mean_target(state, batch, sampled(average, there, draws().there, STEPS)))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_qc_fqls_update_is_numpys(normalise: bool) -> None:
-    state, batch = make_state("qc_fql"), doubles(make_batch())
+@pytest.mark.parametrize(("normalise", "correction"), [(True, None), (False, None), (True, 1.6)])
+def test_qc_fqls_update_is_numpys(normalise: bool, correction: float | None) -> None:
+    state = make_state("qc_fql")
+    counts, batch = heeded(doubles(make_batch()), correction)
     student, flowing, critic = (doubles(state.params[name]) for name in ("policy", "flow", "critic"))
     here, there = batch["observations"]["state"], batch["next_observations"]["state"]
     taught = sampled(flowing, here, draws().here, STEPS)
@@ -243,9 +261,10 @@ def test_qc_fqls_update_is_numpys(normalise: bool) -> None:
         return (ALPHA * pulled(weights) - scale * values(weights).mean(1)).mean()
 
     def of_flow(weights: dict) -> float:
-        return flow_loss(weights, batch).mean()
+        return (counts * flow_loss(weights, batch)).mean()
 
-    new, metrics = updating(make("qc_fql", normalise_q=normalise))(state, make_batch(), KEY)
+    agent = make("qc_fql", normalise_q=normalise, correction_weight=correction)
+    new, metrics = updating(agent)(state, make_batch(), KEY)
     for name, weights, loss in (("policy", student, of_student), ("flow", flowing, of_flow)):
         close(new.params[name], naive.mapped(lambda x, g: x - POLICY_RATE * g, weights, naive.gradient(loss, weights)))
     average, moved = doubles((state.ema["policy"], new.params["policy"]))

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pirl.agents import corrections
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Metrics, TrainState
 from pirl.agents.q_chunking import ActorAux, ActorPart, QChunking
@@ -79,29 +78,18 @@ class ACRLPD(QChunking):
             error = flow.squared_error(self.policy, params, context, chunks, part.draws)
             return flow.chunk_loss(error, valid=valid, dims=self.critic.real_action_dim)
 
-        imitation = cloned(part.actions, self._imitated(part))
+        imitation = cloned(part.actions, self.imitated(part))
         if c.actor == "awr":
             weight = jnp.where(warm, ob.floored(raw, state.scalars["mean_weight"], c.bc_loss_weight), 1.0)
-            loss = imitation * self._raised(weight, part)
+            loss = imitation * self.raised(weight, part)
         elif c.actor == "distill":
             best = ob.take_candidate(candidates, ob.select_best(found.values))
             share = jnp.where(warm, c.bc_loss_weight, 1.0)
-            loss = self._raised(share, part) * imitation + (1 - share) * cloned(best, None)
+            loss = self.raised(share, part) * imitation + (1 - share) * cloned(best, None)
         else:
-            loss = self._raised(jnp.ones(()), part) * imitation
+            loss = self.raised(jnp.ones(()), part) * imitation
         aux = ActorAux(inputs, candidates, found.members, advantage, spread, raw, imitation)
         return loss.mean(), jax.lax.stop_gradient(aux)
-
-    def _raised(self, weight: Array, part: ActorPart) -> Array:
-        """The weight of imitation, one or one per sample; of a person's chunks it is at least `correction_weight`."""
-        floor = self.config.correction_weight
-        if floor is None or part.acted_by is None:
-            return weight
-        return corrections.raised(jnp.broadcast_to(weight, len(part.actions)), part.acted_by, floor)
-
-    def _imitated(self, part: ActorPart) -> Float[Array, "B H"]:
-        """The steps to imitate: of a person's chunks not what the policy did after it got the robot back."""
-        return part.valid if part.acted_by is None else corrections.persons_own(part.valid, part.acted_by)
 
     def _candidates(self, params: Params, state: TrainState, context: Any, part: ActorPart) -> Float[Array, "B N H A"]:
         """N chunks of the policy at s; for `distill`, of the policy it started from."""

@@ -8,7 +8,8 @@ NFT was made for rollouts of v_old itself. Data of another policy hold chunks th
 pushed away from them again in every step, further each time, and v_old follows: without a bound, velocities grow
 exponentially. κ = min(1, L̄/L_old) for A < 0 is that bound: a chunk whose flow loss under v_old, L_old, is above that
 of the preferred chunks, L̄, is avoided already. With λ > 0 repulsion and imitation then balance at a finite distance,
-‖v - u‖² = (1 - λ) β L̄/λ. ρ is the share of the advantages that the ensemble agrees on.
+‖v - u‖² = (1 - λ) β L̄/λ. ρ is the share of the advantages that the ensemble agrees on. With `correction_weight`, A is 1
+for a chunk that a person chose in place of the policy, whatever the critic thinks, and its loss counts for as much.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pirl.agents import corrections
 from pirl.agents import flow_objectives as fo
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Metrics, TrainState
@@ -25,6 +27,7 @@ from pirl.agents.q_chunking import ActorAux, ActorPart, QChunking
 from pirl.models import flow
 from pirl.models.critic import CriticInputs
 from pirl.models.params import Params
+from pirl.records import CORRECTED
 
 RATE = 0.1
 """How far the scale of advantages, ρ and L̄ move towards those of the latest batch."""
@@ -66,13 +69,14 @@ class CriticNFT(QChunking):
             self.policy.velocity(weights, seen, x_t, part.draws.time).astype(jnp.float32)
             for weights, seen in ((params, context), (old, past))
         )
-        imitation, old_error = (
-            flow.chunk_loss(jnp.square(field - u), valid=part.valid, dims=dims) for field in (v, v_old)
-        )
+        valid = self.imitated(part)
+        imitation, old_error = (flow.chunk_loss(jnp.square(field - u), valid=valid, dims=dims) for field in (v, v_old))
         signed = self.signed(found.advantage, old_error, state)
-        nft = flow.chunk_loss(fo.nft_loss(v, v_old, u, signed[:, None] * part.valid, c.nft_beta), dims=dims)
+        if part.acted_by is not None:
+            signed = jnp.where(corrections.begun_by(part.acted_by, CORRECTED), 1.0, signed)
+        nft = flow.chunk_loss(fo.nft_loss(v, v_old, u, signed[:, None] * valid, c.nft_beta), dims=dims)
         share = jnp.where(self.actor_open(state), c.bc_loss_weight, 1.0)
-        loss = share * imitation + (1 - share) * nft
+        loss = self.raised(jnp.ones(()), part) * (share * imitation + (1 - share) * nft)
         logged = {"actor/drift": flow.chunk_loss(jnp.square(v - v_old), dims=dims), "actor/old_error": old_error}
         spread = found.values.std(1)
         aux = ActorAux(inputs, candidates, found.members, found.advantage, spread, signed, imitation, logged)

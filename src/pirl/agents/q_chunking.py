@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Key
 
+from pirl.agents import corrections
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Choice, Metrics, Parts, TrainState
 from pirl.agents.chunk_critic import ChunkCritic, copied
@@ -174,6 +175,17 @@ class QChunking(ChunkCritic):
         learned = self.config.value == "expectile"
         baseline = self.state_values(critic, embedding) if learned else of_candidates.mean(2)
         return Compared((of_data - baseline).swapaxes(0, 1), of_candidates.mean(0))
+
+    def raised(self, weight: Array, part: ActorPart) -> Array:
+        """The weight of imitation, one or one per sample; of a person's chunks it is at least `correction_weight`."""
+        floor = self.config.correction_weight
+        if floor is None or part.acted_by is None:
+            return weight
+        return corrections.raised(jnp.broadcast_to(weight, len(part.actions)), part.acted_by, floor)
+
+    def imitated(self, part: ActorPart) -> Float[Array, "B H"]:
+        """The steps to imitate: of a person's chunks not what the policy did after it got the robot back."""
+        return part.valid if part.acted_by is None else corrections.persons_own(part.valid, part.acted_by)
 
     def bc_loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws

@@ -179,6 +179,14 @@ class QChunkingConfig(ChunkCriticConfig):
     """Distribution of flow times: OpenPI's (beta) or Q-chunking's (uniform)."""
     policy_ema_decay: Decay | None = 0.999
     """EMA decay of the policy, for acting, targets and checkpoints; None turns it off."""
+    correction_weight: NotNegative | None = None
+    """Lower bound on the imitation weight of chunks that an operator chose in place of the policy; the mean weight is
+    1. None: corrections are ordinary data."""
+
+    @property
+    def heeds_corrections(self) -> bool:
+        """If they have their own weight."""
+        return self.correction_weight is not None
 
     @property
     def policy_ema(self) -> float | None:
@@ -218,14 +226,6 @@ class ACRLPDConfig(QChunkingConfig):
     """Largest advantage weight."""
     bc_loss_weight: Share = 0.1
     """Weight of pure imitation in the actor's loss, independent of the critic."""
-    correction_weight: NotNegative | None = None
-    """Lower bound on the imitation weight of chunks that an operator chose in place of the policy; the mean weight is
-    1. None: corrections are ordinary data."""
-
-    @property
-    def heeds_corrections(self) -> bool:
-        """If they have their own weight."""
-        return self.correction_weight is not None
 
     @property
     def halved(self) -> bool:

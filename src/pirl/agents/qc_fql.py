@@ -66,7 +66,7 @@ class QCFQL(QChunking):
         context = self.policy.encode(params, part.observation)
         seen = context if self.encoder_frozen else self.policy.encode(flowing, part.observation)
         error = flow.squared_error(self.policy, flowing, seen, part.actions, part.draws)
-        imitation = flow.chunk_loss(error, valid=part.valid, dims=dims)
+        imitation = flow.chunk_loss(error, valid=self.imitated(part), dims=dims)
 
         noise = part.candidate_noise
         taught = flow.sample(self.policy, flowing, jax.lax.stop_gradient(seen), noise, num_steps=c.flow_steps)
@@ -77,7 +77,8 @@ class QCFQL(QChunking):
         found = self.compared(state, inputs, part.critic_actions, chunks)
         q = found.values.mean(1)
         scale = 1 / state.scalars["q_size"] if c.normalise_q else 1.0
-        loss = imitation + c.alpha * distill - jnp.where(self.actor_open(state), scale, 0.0) * q
+        climb = jnp.where(self.actor_open(state), scale, 0.0)
+        loss = self.raised(jnp.ones(()), part) * imitation + c.alpha * distill - climb * q
         logged = {"actor/distill": distill, "actor/q": q, "actor/q_size": jnp.abs(found.values).mean(1)}
         advantage, spread = found.advantage, found.values.std(1)
         aux = ActorAux(inputs, chunks, found.members, advantage, spread, jnp.ones_like(q), imitation, logged)

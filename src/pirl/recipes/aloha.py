@@ -41,7 +41,7 @@ from pirl.envs.config import AlohaConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
 from pirl.names import BASE_CAMERA
-from pirl.recipes.families import on_policy, with_adapters
+from pirl.recipes.families import offline, on_policy, with_adapters
 from pirl.rollout.config import EvalConfig, RolloutConfig
 from pirl.training.config import AdamW, CosineSchedule
 
@@ -92,4 +92,4 @@ _RIPT, _FLOW_PPO = on_policy(
     evaluation=EvalConfig(interval=5, episodes=50),
 )
 
-RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, _RIPT, _FLOW_PPO, with_adapters(_BC))
+RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, _RIPT, _FLOW_PPO, with_adapters(_BC), *offline(_ACRLPD, reaction=25))

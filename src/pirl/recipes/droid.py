@@ -28,7 +28,7 @@ from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
-from pirl.recipes.families import with_adapters
+from pirl.recipes.families import offline, with_adapters
 from pirl.training.config import AdamW, CosineSchedule
 
 _PI05_DROID = "gs://openpi-assets/checkpoints/pi05_droid"
@@ -59,4 +59,4 @@ _BC = RLTrainConfig(
     num_train_steps=20_000,
 )
 
-RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, with_adapters(_BC))
+RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, with_adapters(_BC), *offline(_ACRLPD, reaction=8))

@@ -1,15 +1,27 @@
 """One task, many algorithms: what their recipes share is said once.
 
 A task states behaviour cloning and ACRLPD: its robot, its data and the numbers that follow from them. `derive` makes
-every other algorithm's recipe of these, `with_adapters` the one for a small card. What follows cloning in a simulator:
-`improved` and `in_groups` for small policies that started from nothing, `on_policy` for released ones.
+every other algorithm's recipe of these, `with_adapters` the one for a small card. For released policies: `offline`, all
+that learn from recordings, and `on_policy`, in a simulator. For small policies trained from nothing: `improved` and
+`in_groups`.
 """
 
 from dataclasses import fields, replace
 from typing import Any
 
 from pirl.agents.agent_config import AgentConfig
-from pirl.agents.config import ACRLPDConfig, FlowPPOConfig, QCFQLConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import (
+    ACRLPDConfig,
+    CriticNFTConfig,
+    DAggerConfig,
+    DSRLConfig,
+    FilteredConfig,
+    FlowPPOConfig,
+    QCFQLConfig,
+    RECAPConfig,
+    RIPTConfig,
+    RLTokenConfig,
+)
 from pirl.config import RLTrainConfig
 from pirl.models.config import GEMMA_VARIANTS, Pi0Config
 from pirl.models.critic_config import CriticConfig, get_critic_preset
@@ -91,6 +103,22 @@ def _measured(config: RLTrainConfig, *, every: int) -> RLTrainConfig:
     """Evaluated and saved at the same steps."""
     checkpoint, evaluation = replace(config.checkpoint, save_interval=every), config.evaluation
     return replace(config, checkpoint=checkpoint, evaluation=evaluation and replace(evaluation, interval=every))
+
+
+def offline(acrlpd: RLTrainConfig, *, reaction: int) -> tuple[RLTrainConfig, ...]:
+    """Every other algorithm that learns from recordings, for a released policy: each trains as much as it needs.
+
+    Filtered imitation, RECAP and DAgger train all weights as ACRLPD does, or adapters. CriticNFT and QC-FQL compare the
+    policy with a second one: with the VLM frozen both read one prefix, and only the expert exists twice. DSRL and RLT
+    train no weight of it. The filter keeps as much as RECAP calls better. `reaction`: the steps in half a second, which
+    a takeover is blamed on.
+    """
+    base = replace(acrlpd, data=replace(acrlpd.data, takeover_window=reaction))
+    watched = replace(base, data=replace(base.data, outcome="sparse_success"))  # DAgger asks for no outcomes
+    whole = derive(base, FilteredConfig, share=0.3), derive(base, RECAPConfig), derive(watched, DAggerConfig)
+    expert = replace(base, freeze="vlm_frozen")
+    parts = [(expert, CriticNFTConfig), (expert, QCFQLConfig), (base, DSRLConfig), (base, RLTokenConfig)]
+    return *whole, *map(with_adapters, whole), *(derive(start, kind) for start, kind in parts)
 
 
 def on_policy(bc: RLTrainConfig, *, discount: float, **task: Any) -> tuple[RLTrainConfig, RLTrainConfig]:

@@ -45,7 +45,7 @@ from pirl.data.config import DataConfig
 from pirl.envs.config import LiberoConfig
 from pirl.models.config import get_preset
 from pirl.models.critic_config import get_critic_preset
-from pirl.recipes.families import on_policy, with_adapters
+from pirl.recipes.families import offline, on_policy, with_adapters
 from pirl.rollout.config import CurriculumConfig, EvalConfig, RolloutConfig
 from pirl.training.config import AdamW, CosineSchedule
 
@@ -92,4 +92,4 @@ _RIPT, _FLOW_PPO = on_policy(
     evaluation=EvalConfig(interval=5, episodes=100),
 )
 
-RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, _RIPT, _FLOW_PPO, with_adapters(_BC))
+RECIPES = (_ACRLPD, with_adapters(_ACRLPD), _BC, _RIPT, _FLOW_PPO, with_adapters(_BC), *offline(_ACRLPD, reaction=10))
