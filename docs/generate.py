@@ -75,48 +75,42 @@ PURPOSES = {
     "debug": "a complete ACRLPD run without files",
     "debug_bc": "the same for imitation, as a baseline",
     "bc_tabletop": "imitate imperfect demonstrations; start of those below",
-    "acrlpd_tabletop": "improve it offline, from the same demonstrations",
-    "acrlpd_tabletop_online": "the same, then online with a replay buffer",
-    "ript_tabletop": "improve it with group rollouts, without a critic",
-    "dagger_tabletop": "imitate demonstrations and corrections, not the policy's own actions",
-    "flow_ppo_tabletop": "improve it by PPO over the denoising path",
-    "filtered_tabletop": "imitate the chunks with the best returns: the baseline without a value",
-    "recap_tabletop": "condition the policy on whether a chunk was better than usual",
     "bc_aloha_transfer_small": "imitate imperfect demonstrations of gym-aloha's TransferCube, from scratch on one GPU",
-    "acrlpd_aloha_transfer_small": "improve it offline, from the same demonstrations",
-    "filtered_aloha_transfer_small": "the baseline without a value",
-    "recap_aloha_transfer_small": "condition the policy on whether a chunk was better than usual",
-    "dsrl_aloha_transfer_small": "choose the noise that the frozen policy starts from",
-    "ript_aloha_transfer_small": "improve it with group rollouts",
-    "critic_nft_tabletop": "move towards chunks with positive advantages and away from negative ones",
-    "qc_fql_tabletop": "distil the policy into a one-step student that maximises the critic",
-    "dsrl_tabletop": "choose the noise that the frozen policy starts from",
-    "dsrl_tabletop_online": "the same, then online with a replay buffer",
-    "rl_token_tabletop": "edit the chunks of the frozen policy",
     "acrlpd_aloha_fold": "improve a policy offline on your own ALOHA recordings, several large GPUs",
-    "acrlpd_aloha_fold_lora": "acrlpd_aloha_fold on one card of 24 GB",
     "bc_aloha_fold": "OpenPI's fine-tuning on your own ALOHA recordings; warm start",
-    "bc_aloha_fold_lora": "bc_aloha_fold on one card of 24 GB",
     "ript_aloha_transfer": "improve a released policy in gym-aloha's TransferCube",
-    "flow_ppo_aloha_transfer": "the same by PPO over the denoising path",
     "acrlpd_libero": "improve π₀.₅ offline on LIBERO and rollouts, several large GPUs",
-    "acrlpd_libero_lora": "acrlpd_libero on one card of 24 GB",
     "bc_libero": "OpenPI's pi05_libero",
-    "bc_libero_lora": "bc_libero on one card of 24 GB",
     "ript_libero_goal": "improve a policy in LIBERO's goal suite",
-    "flow_ppo_libero_goal": "the same by PPO over the denoising path",
     "bc_metaworld_mt10": "imitate imperfect demonstrations of ten tasks; start of those below",
-    "acrlpd_metaworld_mt10": "improve it offline, from the same demonstrations",
-    "ript_metaworld_mt10": "improve it with group rollouts in Meta-World",
-    "recap_metaworld_mt10": "condition the policy on whether a chunk was better than usual",
-    "dsrl_metaworld_mt10": "choose the noise that the frozen policy starts from",
-    "filtered_metaworld_mt10": "imitate the chunks with the best returns: the baseline without a value",
     "acrlpd_droid": "improve π₀.₅ offline on your own DROID recordings, several large GPUs",
-    "acrlpd_droid_lora": "acrlpd_droid on one card of 24 GB",
     "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
-    "bc_droid_lora": "bc_droid on one card of 24 GB",
 }
-"""The purpose of each recipe."""
+"""The purpose of recipes that their algorithm does not tell enough of."""
+
+OF_ALGORITHMS = {
+    "ACRLPD": "improve it offline, from the same demonstrations",
+    "CriticNFT": "move towards chunks with positive advantages and away from negative ones",
+    "DAgger": "imitate demonstrations and corrections, not the policy's own actions",
+    "DSRL": "choose the noise that the frozen policy starts from",
+    "Filtered": "imitate the chunks with the best returns: the baseline without a value",
+    "FlowPPO": "improve it by PPO over the denoising path",
+    "QCFQL": "distil the policy into a one-step student that maximises the critic",
+    "RECAP": "condition the policy on whether a chunk was better than usual",
+    "RIPT": "improve it with group rollouts, without a critic",
+    "RLToken": "edit the chunks of the frozen policy",
+}
+"""The purpose of all others."""
+
+
+def purpose(config: RLTrainConfig) -> str:
+    """What a recipe is for, in a line."""
+    if config.name.endswith("_lora"):
+        return f"{config.name.removesuffix('_lora')} on one card of 24 GB"
+    if config.name.endswith("_online"):
+        return "the same, then online with a replay buffer"
+    return PURPOSES.get(config.name) or OF_ALGORITHMS[tag(type(config.agent))]
+
 
 MEASURED = {
     "tabletop": "Results over three seeds: [what works today](status.md#does-it-learn).\n",
@@ -263,7 +257,7 @@ def recipe_row(config: RLTrainConfig) -> tuple[str, ...]:
     aliases = "".join(f" (or `{alias}`)" for alias, name in recipes.ALIASES.items() if name == config.name)
     return (
         f"`{config.name}`{aliases}",
-        PURPOSES[config.name],
+        purpose(config),
         tag(type(config.agent)) + (" online" if config.online else ""),
         f"{family}{size}, `{config.freeze_rule}`",
         data,

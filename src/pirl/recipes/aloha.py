@@ -3,6 +3,20 @@
     pirl train acrlpd_aloha_fold --exp-name box1 --data-path recordings/fold_box --mesh.fsdp 8
     pirl train acrlpd_aloha_fold_lora --exp-name box1 --data-path recordings/fold_box
     pirl train bc_aloha_fold --exp-name warm --data-path recordings/fold_box
+    pirl train filtered_aloha_fold --exp-name first --data-path recordings/fold_box --init-weights \
+checkpoints/bc_aloha_fold/warm/20000
+    pirl train recap_aloha_fold --exp-name first --data-path recordings/fold_box --init-weights \
+checkpoints/bc_aloha_fold/warm/20000
+    pirl train dagger_aloha_fold --exp-name first --data-path recordings/fold_box --init-weights \
+checkpoints/bc_aloha_fold/warm/20000
+    pirl train critic_nft_aloha_fold --exp-name first --data-path recordings/fold_box --init-weights \
+checkpoints/bc_aloha_fold/warm/20000
+    pirl train qc_fql_aloha_fold --exp-name first --data-path recordings/fold_box --init-weights \
+checkpoints/bc_aloha_fold/warm/20000
+    pirl train dsrl_aloha_fold --exp-name first --data-path recordings/fold_box --init-weights \
+checkpoints/bc_aloha_fold/warm/20000
+    pirl train rl_token_aloha_fold --exp-name first --data-path recordings/fold_box --init-weights \
+checkpoints/bc_aloha_fold/warm/20000
     pirl train ript_aloha_transfer --exp-name r1 --init-weights gs://openpi-assets/checkpoints/pi0_aloha_sim
     pirl train flow_ppo_aloha_transfer --exp-name p1 --init-weights gs://openpi-assets/checkpoints/pi0_aloha_sim
 
@@ -21,6 +35,12 @@ settings and is a good start: `--init-weights checkpoints/bc_aloha_fold/warm/200
 
 One episode in ten of each outcome is held out for validation (`data.held_out`), because a real task has no simulator.
 
+The other algorithms train on the same recordings with the same discount, critic, warm-up and gate, so their results
+are comparable. Start them from a clone that sometimes succeeds. Filtered imitation, RECAP and DAgger train all weights,
+or adapters (`_lora`). CriticNFT and QC-FQL train only the action expert: each compares the policy with a second one,
+and with the VLM frozen one prefix serves both. DSRL and RLT leave π₀ unchanged. The last 25 steps before a takeover
+(half a second) are blamed for it.
+
 RIPT in simulation (`ript_aloha_transfer`): gym-aloha's TransferCube, 50 actions planned and 10 executed as in OpenPI's
 client, groups of 8 rollouts, and full rendering, because the checkpoint was trained on it.
 
@@ -28,8 +48,8 @@ PPO over the denoising path (`flow_ppo_aloha_transfer`): the same with πRL's ra
 value) and a value on the frozen prefix.
 
 Hardware, by `pirl plan`, not measured: acrlpd_aloha_fold 12 GiB on each of 8 devices with --mesh.fsdp 8;
-acrlpd_aloha_fold_lora 18 GiB, so one 24 GB card; bc_aloha_fold 62 GiB on one device; all with --model.remat full.
-Results: not run at full size yet.
+acrlpd_aloha_fold_lora 18 GiB, so one 24 GB card; bc_aloha_fold 62 GiB on one device; all with --model.remat full. The
+others: docs/which-algorithm.md. Results: not run at full size yet.
 """
 
 from dataclasses import replace

@@ -3,6 +3,13 @@
     pirl train acrlpd_droid --exp-name q1 --data-path recordings/kitchen --mesh.fsdp 8
     pirl train acrlpd_droid_lora --exp-name q1 --data-path recordings/kitchen
     pirl train bc_droid --exp-name warm --data-path recordings/kitchen --mesh.fsdp 8
+    pirl train filtered_droid --exp-name first --data-path recordings/kitchen
+    pirl train recap_droid --exp-name first --data-path recordings/kitchen
+    pirl train dagger_droid --exp-name first --data-path recordings/kitchen
+    pirl train critic_nft_droid --exp-name first --data-path recordings/kitchen
+    pirl train qc_fql_droid --exp-name first --data-path recordings/kitchen
+    pirl train dsrl_droid --exp-name first --data-path recordings/kitchen
+    pirl train rl_token_droid --exp-name first --data-path recordings/kitchen
 
 π₀.₅ from its released DROID checkpoint: chunks of 15 joint velocities and gripper positions, 8 of them executed and
 scored. The discount is 1 - 1/500: a success after 20 seconds (300 steps) is worth 0.55 at the start, one after 600
@@ -15,7 +22,8 @@ disagree. If your episodes are longer, raise `agent.discount`. Bring your own Le
 OpenPI's DROID converter and an outcome column (next.success or next.reward). Copy the checkpoint's statistics from its
 assets/droid to assets/droid, so that joints keep their normalisation. For joint positions instead of velocities:
 `--data.robot droid_joint_position`, with your own statistics. One episode in ten of each outcome is held out for
-validation.
+validation. The other algorithms start where ACRLPD does, as for ALOHA; the last 8 steps before a takeover (half a
+second) are blamed for it.
 
 Hardware, by `pirl plan`, not measured: acrlpd_droid_lora 17 GiB, so one 24 GB card; the full model as for LIBERO.
 Results: not run at full size yet.

@@ -3,6 +3,13 @@
     pirl train acrlpd_libero --exp-name q1 --data-path physical-intelligence/libero my/rollouts --mesh.fsdp 8
     pirl train acrlpd_libero_lora --exp-name q1 --data-path physical-intelligence/libero my/rollouts
     pirl train bc_libero --exp-name warm --mesh.fsdp 8
+    pirl train filtered_libero --exp-name first --data-path physical-intelligence/libero my/rollouts
+    pirl train recap_libero --exp-name first --data-path physical-intelligence/libero my/rollouts
+    pirl train dagger_libero --exp-name first --data-path physical-intelligence/libero my/rollouts
+    pirl train critic_nft_libero --exp-name first --data-path physical-intelligence/libero my/rollouts
+    pirl train qc_fql_libero --exp-name first --data-path physical-intelligence/libero my/rollouts
+    pirl train dsrl_libero --exp-name first --data-path physical-intelligence/libero my/rollouts
+    pirl train rl_token_libero --exp-name first --data-path physical-intelligence/libero my/rollouts
     pirl train ript_libero_goal --exp-name r1 --init-weights checkpoints/bc_libero/warm/30000 --env.assets LIBERO_ASSETS
     pirl train flow_ppo_libero_goal --exp-name p1 --init-weights checkpoints/bc_libero/warm/30000
 
@@ -20,7 +27,9 @@ The dataset physical-intelligence/libero has only successful demonstrations: fro
 shorter, not what fails. Add rollouts with outcomes (a column next.success). Copy the checkpoint's statistics from its
 assets/physical-intelligence/libero to assets/physical-intelligence/libero.
 
-Behaviour cloning has the settings of OpenPI's pi05_libero.
+Behaviour cloning has the settings of OpenPI's pi05_libero. The other algorithms start where ACRLPD does, with its
+discount, critic, warm-up and gate, as for ALOHA. DAgger needs rollouts that an operator corrected (a column
+intervention).
 
 RIPT (`ript_libero_goal`) needs no critic and no dataset: groups of 8 rollouts from the same initial state; only the
 action expert trains. A released checkpoint solves most of libero_goal: start from a weaker one (few demonstrations), or
