@@ -114,7 +114,7 @@ def test_update_equals_numpy(mask_padding: bool) -> None:
 def test_what_led_to_a_takeover_is_not_learned() -> None:
     """Whatever the actions of steps that do not count, in chunks that do and in chunks that do not."""
     agent = make(own=0.0)
-    _, steps = agent.weights(make_batch())
+    steps = agent.counts(make_state(), make_batch()).steps
     chunks = np.array([row[0] in "dC" for row in ACTED])
     others = (np.asarray(steps) * chunks[:, None])[..., None] == 0
     assert others.any((1, 2)).sum() == 6

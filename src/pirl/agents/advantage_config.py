@@ -5,36 +5,21 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pirl.agents.agent_config import AgentConfig, RewardRange
+from pirl.agents.imitation_config import BCConfig
 from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Positive
 from pirl.search import Choice, Item, around
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilteredConfig(AgentConfig):
+class FilteredConfig(BCConfig):
     """Filtered behaviour cloning: imitate the chunks with the highest returns. The baseline for all other methods."""
 
     agent: ClassVar[str] = "pirl.agents.filtered:Filtered"
-    delays: ClassVar[bool] = True
 
     discount: Inside = 0.99
     """Discount per environment step of the compared returns. Below 1, faster successes rank higher."""
     share: Inside = 0.5
     """Share of the chunks to imitate."""
-    flow_draws: Count = 1
-    """Flow-matching samples (t, noise) per chunk and step."""
-    mask_padding: bool = False
-    """Mask steps after the end of an episode and padded action dimensions in the loss."""
-    ema_decay: Decay | None = 0.99
-    """EMA decay of the policy's weights, for acting and checkpoints; None turns it off."""
-
-    @property
-    def policy_ema(self) -> float | None:
-        """EMA decay of the policy's weights, or None."""
-        return self.ema_decay
-
-    def without_ema(self) -> "FilteredConfig":
-        """The same settings without EMA."""
-        return replace(self, ema_decay=None)
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, share, flow draws and EMA."""

@@ -1,7 +1,9 @@
 """Behaviour cloning by flow matching: OpenPI's training step. Warm start and baseline of all other algorithms."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,19 @@ from pirl.models import flow
 from pirl.models.observation import Observation
 from pirl.models.params import Params
 from pirl.models.policy import FlowPolicy
+
+
+class Counts(NamedTuple):
+    """What of a batch is imitated."""
+
+    steps: Float[Array, "B H"] | None
+    """1 for the steps of each chunk that count; None: all, as OpenPI's loss has it."""
+    weight: Float[Array, "B"] | None = None
+    """What each chunk counts for, 1 on average; None: all alike."""
+    scalars: Mapping[str, Array] = MappingProxyType({})
+    """Numbers of the state that follow the batches."""
+    logged: Mapping[str, Array] = MappingProxyType({})
+    """More to log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,36 +68,49 @@ class BC(Agent):
             frozen=self.learner.frozen(params),
         )
 
+    def counts(self, state: TrainState, batch: Any) -> Counts:
+        """All chunks alike; what `Filtered` and `DAgger` say otherwise."""
+        return Counts(batch["valid"] if self.config.mask_padding else None)
+
     def loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
     ) -> Float[Array, "B"]:
-        """Flow-matching loss of each sample."""
-        context = self.policy.encode(params, observation)
-        error = flow.squared_error(self.policy, params, context, actions, draws)
-        if self.config.mask_padding:
-            return flow.chunk_loss(error, valid=valid, dims=self.real_action_dim)
-        return flow.chunk_loss(error)
+        """Flow-matching loss of each sample, over its `valid` steps, or over all."""
+        error = flow.squared_error(self.policy, params, self.policy.encode(params, observation), actions, draws)
+        return flow.chunk_loss(error, valid=valid, dims=self.real_action_dim if self.config.mask_padding else None)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """One step on a Q-chunk batch, of which it needs observations, actions and `valid` only."""
+        """One step on a Q-chunk batch. A batch in which nothing counts teaches nothing."""
         observation, actions, draws = self._inputs(batch, key)
         trainable, frozen = self.learner.split(state.params["policy"])
+        counts = self.counts(state, batch)
 
         def loss(trainable: Params, part: Any) -> tuple[Array, Array]:
-            per_sample = self.loss(self.learner.join(trainable, frozen), *part)
-            return per_sample.mean(), per_sample
+            weight, *rest = part
+            per_sample = self.loss(self.learner.join(trainable, frozen), *rest)
+            return (per_sample if weight is None else weight * per_sample).mean(), per_sample
 
-        parts = (observation, actions, batch["valid"], draws)
+        parts = (counts.weight, observation, actions, counts.steps, draws)
         value, per_sample, grads = accumulated(loss, trainable, parts, self.config.parts)
         params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
+        alike = counts.weight is None
+        spread = {"policy/loss_std": per_sample.std()} if alike else {"policy/flow_loss": per_sample.mean()}
         metrics = {
             "policy/loss": value,
-            "policy/loss_std": per_sample.std(),
+            **spread,
             "policy/grad_norm": optax.tree.norm(grads),
             "data/valid_fraction": jnp.mean(batch["valid"]),
+            **counts.logged,
         }
-        ema = {name: self.learner.average(average, params) for name, average in state.ema.items()}
-        return replace(state, step=state.step + 1, params={"policy": params}, ema=ema, opt={"policy": opt}), metrics
+        new = replace(
+            state,
+            step=state.step + 1,
+            params={"policy": params},
+            ema={name: self.learner.average(average, params) for name, average in state.ema.items()},
+            opt={"policy": opt},
+            scalars=state.scalars | dict(counts.scalars),
+        )
+        return new, metrics
 
     def act(
         self,

@@ -10,15 +10,12 @@ than a fast one, and a late step more than an early one: the filter knows the ti
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from pirl.agents.advantage_config import FilteredConfig
-from pirl.agents.agent import Metrics, TrainState
-from pirl.agents.bc import BC
-from pirl.agents.learner import accumulated
+from pirl.agents.agent import TrainState
+from pirl.agents.bc import BC, Counts
 from pirl.agents.objectives import moving_quantile
 from pirl.models.params import Params
 
@@ -30,7 +27,7 @@ RATE = 0.05
 class Filtered(BC):
     """min E[w ‖v(x_t, t | s) - (ε - a)‖²] over the data's chunks a."""
 
-    config: FilteredConfig  # type: ignore[assignment]
+    config: FilteredConfig
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
@@ -41,30 +38,10 @@ class Filtered(BC):
         """What each chunk counts for."""
         return (jnp.nan_to_num(returns, nan=-jnp.inf) >= quantile) / self.config.share
 
-    def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """One step on a Q-chunk batch; the quantile is that of the batches so far, this one included."""
-        observation, actions, draws = self._inputs(batch, key)
-        trainable, frozen = self.learner.split(state.params["policy"])
-        returns, c = batch["mc_return"], self.config
-        quantile = moving_quantile(state.scalars["quantile"], returns, 1 - c.share, RATE, first=state.step == 0)
+    def counts(self, state: TrainState, batch: Any) -> Counts:
+        """By the quantile of the returns of the batches so far, this one included."""
+        returns, first = batch["mc_return"], state.step == 0
+        quantile = moving_quantile(state.scalars["quantile"], returns, 1 - self.config.share, RATE, first=first)
         weight = self.weights(returns, quantile)
-
-        def loss(trainable: Params, part: Any) -> tuple[Array, Array]:
-            weight, *rest = part
-            per_sample = self.loss(self.learner.join(trainable, frozen), *rest)
-            return (weight * per_sample).mean(), per_sample
-
-        parts = (weight, observation, actions, batch["valid"], draws)
-        value, per_sample, grads = accumulated(loss, trainable, parts, c.parts)
-        params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
-        metrics = {
-            "policy/loss": value,
-            "policy/flow_loss": per_sample.mean(),
-            "policy/grad_norm": optax.tree.norm(grads),
-            "filter/quantile": quantile,
-            "filter/share": jnp.mean(weight > 0),
-            "data/valid_fraction": jnp.mean(batch["valid"]),
-        }
-        ema = {name: self.learner.average(average, params) for name, average in state.ema.items()}
-        new = replace(state, step=state.step + 1, params={"policy": params}, ema=ema, opt={"policy": opt})
-        return replace(new, scalars={"quantile": jax.lax.stop_gradient(quantile)}), metrics
+        logged = {"filter/quantile": quantile, "filter/share": jnp.mean(weight > 0)}
+        return super().counts(state, batch)._replace(weight=weight, scalars={"quantile": quantile}, logged=logged)
