@@ -185,7 +185,7 @@ def test_settings_reach_the_plan_and_the_weights():
     batch, found = make_batch(advantage=np.full(SIZE, 1.2)), {}
     for scale in ("clip", "largest"):
         agent = make(advantage="std", nft_scale=scale)
-        found[scale] = agent._inputs(batch, KEY)[0].advantage[:-1]
+        found[scale] = agent._rows(batch, KEY).advantage[:-1]
     close(found["clip"], np.ones(SIZE - 1))
     close(found["largest"], np.full(SIZE - 1, 1.2 / 7**0.5))
 
@@ -208,7 +208,7 @@ def test_the_field_that_rolled_out_is_kept_until_the_next_iteration():
     assert same(again.target["policy"], third.policy)
     assert not same(again.target["policy"], third.params["policy"]), "which are not those that train"
     raw = replace(third, ema={})
-    assert same(agent._rollout_policy(raw, jnp.bool_(True))["policy"], raw.params["policy"])
+    assert same(update(raw, begins, KEY)[0].target["policy"], raw.params["policy"])
 
 
 def test_the_first_step_of_nft_is_that_of_raw():

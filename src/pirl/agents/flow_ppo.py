@@ -23,19 +23,18 @@ from pirl.agents import denoising
 from pirl.agents import flow_objectives as fo
 from pirl.agents import objectives as ob
 from pirl.agents import ppo_objectives as po
-from pirl.agents.agent import Agent, Choice, Lesson, Metrics, Parts, TrainState
+from pirl.agents.agent import Choice, Lesson, Metrics, Parts, TrainState
 from pirl.agents.config import FlowPPOConfig
+from pirl.agents.groups import Demos, OwnRollouts
 from pirl.agents.learner import Learner, accumulated
-from pirl.agents.ript import LARGE
 from pirl.agents.state_value import StateValue
-from pirl.errors import ConfigError, EnvError
+from pirl.errors import EnvError
 from pirl.models import flow
 from pirl.models.critic import Critic, CriticInputs, PrefixCritic
 from pirl.models.noise_head import NoiseHead
 from pirl.models.observation import Observation
 from pirl.models.params import Params
-from pirl.models.policy import FlowPolicy
-from pirl.records import BatchSizes, BatchSpec, Rollout, Spec, chunk_spec
+from pirl.records import BatchSizes, BatchSpec, Rollout, Spec
 
 
 class Rows(NamedTuple):
@@ -50,20 +49,10 @@ class Rows(NamedTuple):
     """Mean 1 over the batch, 0 for rows that only fill it up."""
 
 
-class Demos(NamedTuple):
-    """Chunks of demonstrations."""
-
-    observation: Observation
-    actions: Float[Array, "B H A"]
-    valid: Float[Array, "B H"]
-    draws: flow.Draws
-
-
 @dataclass(frozen=True, kw_only=True)
-class FlowPPO(Agent):
+class FlowPPO(OwnRollouts):
     """The algorithm. Nothing in its update is random but the draws of demonstrations."""
 
-    policy: FlowPolicy
     critic: Critic
     """Its value of the chunk of zeros stands for V(s), as in RECAP."""
     head: NoiseHead
@@ -72,14 +61,6 @@ class FlowPPO(Agent):
     policy_learner: Learner
     critic_learner: Learner
     """How the value learns, and the noise head."""
-    real_action_dim: int
-    """Action dimensions the robot has; the rest is padding."""
-    flow_steps: int = 10
-    """Euler steps when acting."""
-    encoder_frozen: bool = False
-    """Does nothing that `policy.encode` reads train? Then one prefix serves both policies."""
-    compute_dtype: str = "float32"
-    """The type the model casts its weights to: those that rolled out are kept in it."""
 
     @classmethod
     def build(cls, config: FlowPPOConfig, parts: Parts) -> "FlowPPO":
@@ -130,19 +111,10 @@ class FlowPPO(Agent):
         shapes: dict[str, tuple[int, ...]] = {"path": (self.sampler.random_steps + 1, *chunk), "step": ()}
         return shapes | ({} if self.value is None else {"value": ()})
 
-    def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
-        """Rows of rollouts, and demonstrations where they are imitated too: see `update`."""
-        chunks = chunk_spec(sizes, next_observations=False)
-        number = Spec((sizes.batch,), "float32")
-        rows = {
-            "observations": chunks["observations"],
-            "actions": chunks["actions"],
-            "executed": chunks["valid"],
-            "notes": {name: Spec((sizes.batch, *shape), "float32") for name, shape in self.notes.items()},
-            **dict.fromkeys(("advantage", "weight", "fresh", *(() if self.value is None else ("return",))), number),
-        }
-        demos = {name: chunks[name] for name in ("observations", "actions", "valid")}
-        return rows | ({"demos": demos} if self.config.bc_weight else {})
+    def columns(self, sizes: BatchSizes) -> BatchSpec:
+        """What `explore` noted, and with `ppo` the return."""
+        notes = {name: Spec((sizes.batch, *shape), "float32") for name, shape in self.notes.items()}
+        return {"notes": notes} | ({} if self.value is None else {"return": Spec((sizes.batch,), "float32")})
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
@@ -153,7 +125,7 @@ class FlowPPO(Agent):
         params, opt = {"policy": policy}, {"policy": policy_opt}
         if self.config.exploration == "flow_noise":
             params["noise"], opt["noise"] = self.critic_learner.init(self.head.init(noise_key))
-        target = jax.tree.map(lambda x: jnp.array(x, self._old_dtype(x), copy=True), self._of_policy(params))
+        target = self.copied_small(self._of_policy(params))
         if self.value is not None:
             params["critic"], opt["critic"] = self.critic_learner.init(self.critic.init(critic_key))
         return TrainState(
@@ -252,12 +224,6 @@ class FlowPPO(Agent):
             logged |= {"ppo/entropy": entropy, "ppo/noise": new.std.mean((1, 2, 3))}
         return logged | {"ppo/loss": loss}, CriticInputs.of(fixed)
 
-    def demo_losses(self, policy: Params, demos: Demos) -> Float[Array, "B"]:
-        """Flow-matching loss on each demonstrated chunk."""
-        context = self.policy.encode(policy, demos.observation)
-        error = flow.squared_error(self.policy, policy, context, demos.actions, demos.draws)
-        return flow.chunk_loss(error, valid=demos.valid, dims=self.real_action_dim)
-
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """One minibatch: rows of rollouts, and demonstrations where `bc_weight` asks for them.
 
@@ -266,9 +232,9 @@ class FlowPPO(Agent):
         minibatch of an iteration), with `ppo` also `return`, the target of the value; and `demos` to imitate.
         """
         c, learner = self.config, self.policy_learner
-        fresh = jnp.max(batch["fresh"]) > 0
-        target = self._rollout_policy(state, fresh)
-        rows, demos = self._inputs(batch, key)
+        target = self.that_rolled_out(state.target, self._of_policy(state.params), batch)
+        of_rows, of_demos = jax.random.split(key)
+        rows, demos = self._rows(batch, of_rows), self.demos(batch, of_demos)
         trainable, frozen = learner.split(state.params["policy"])
         old = target | {"policy": learner.join(target["policy"], frozen)}
 
@@ -277,7 +243,7 @@ class FlowPPO(Agent):
             logged, inputs = self.losses(params, old, parts[0])
             total = (parts[0].share * logged["ppo/loss"]).mean()
             if parts[1] is not None:
-                logged["bc/loss"] = self.demo_losses(params["policy"], parts[1])
+                logged["bc/loss"] = self.demo_losses(params["policy"], params["policy"], parts[1])
                 total = total + c.bc_weight * logged["bc/loss"].mean()
             return total, (logged, None if self.value is None else inputs)
 
@@ -286,7 +252,7 @@ class FlowPPO(Agent):
         metrics = self._metrics(logged, rows) | {"ppo/grad_norm": optax.tree.norm(grads)}
         # Once the policy has moved far, it is held until the next iteration; the value goes on.
         far = metrics["ppo/kl"] > (jnp.inf if c.kl_limit is None else c.kl_limit)
-        held = jnp.where(fresh, far, far | (state.scalars["held"] > 0)).astype(jnp.float32)
+        held = jnp.where(jnp.max(batch["fresh"]) > 0, far, far | (state.scalars["held"] > 0)).astype(jnp.float32)
         metrics["ppo/held"] = held
         learns = (state.step >= (0 if self.value is None else c.value_warmup_steps)) & (held == 0)
         params, opt = dict(state.params), dict(state.opt)
@@ -304,53 +270,26 @@ class FlowPPO(Agent):
         )
         return new, metrics
 
-    def _inputs(self, batch: Any, key: Array) -> tuple[Rows, Demos | None]:
-        of_rows, of_demos = jax.random.split(key)
-        counted, notes = jnp.asarray(batch["weight"]), batch["notes"]
-        kept = counted > 0  # a row that does not count may hold anything
-        rows = Rows(
-            observation=self._prepared(batch, of_rows),
+    def _rows(self, batch: Any, key: Array) -> Rows:
+        notes, kept = batch["notes"], jnp.asarray(batch["weight"]) > 0  # a row that does not count may hold anything
+        return Rows(
+            observation=self.prepared(batch, key),
             path=denoising.Path(
                 points=jnp.where(kept[:, None, None, None], notes["path"], 0.0),
                 first=jnp.where(kept, notes["step"], 0).astype(jnp.int32),
             ),
             counted=batch["executed"][..., None],
             advantage=jnp.where(kept, batch["advantage"], 0.0),
-            share=counted / jnp.maximum(counted.mean(), jnp.finfo(jnp.float32).tiny),
+            share=self.share(batch),
         )
-        if not self.config.bc_weight:
-            return rows, None
-        if "demos" not in batch:
-            raise ConfigError(
-                f"bc_weight is {self.config.bc_weight}, and the batch has no `demos`",
-                hint="name a dataset of demonstrations, or set bc_weight to 0",
-            )
-        demos, (augment, of_noise, of_time) = batch["demos"], jax.random.split(of_demos, 3)
-        draws = flow.draw(of_noise, of_time, demos["actions"], self.config.flow_draws)
-        return rows, Demos(self._prepared(demos, augment), demos["actions"], demos["valid"], draws)
-
-    def _prepared(self, batch: Any, key: Array) -> Observation:
-        observation = Observation.from_dict(batch["observations"])
-        return self.policy.prepare(observation, key if self.config.augment else None)
 
     def _metrics(self, logged: Metrics, rows: Rows) -> Metrics:
-        found = {
-            name: value.mean() if name == "bc/loss" else (rows.share * value).mean() for name, value in logged.items()
-        }
-        return found | {"ppo/rows": (rows.share > 0).astype(jnp.float32).sum()}
+        return self.means(logged, rows.share) | {"ppo/rows": (rows.share > 0).astype(jnp.float32).sum()}
 
     def _of_policy(self, params: Mapping[str, Params]) -> dict[str, Params]:
         """What the density of a path depends on: the policy's trainable weights, and the noise head's."""
         head = {name: params[name] for name in ("noise",) if name in params}
         return {"policy": self.policy_learner.split(params["policy"])[0]} | head
-
-    def _rollout_policy(self, state: TrainState, fresh: Array) -> dict[str, Params]:
-        """The weights that rolled out: those before this update if it is the first of an iteration."""
-        now = self._of_policy(state.params)
-        return jax.tree.map(lambda kept, x: jnp.where(fresh, x.astype(kept.dtype), kept), state.target, now)
-
-    def _old_dtype(self, leaf: Array) -> jnp.dtype:
-        return jnp.dtype(self.compute_dtype) if leaf.size >= LARGE else leaf.dtype
 
     def q_values(
         self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pirl.agents.agent_config import AgentConfig, GroupPlan, RewardRange
-from pirl.agents.rollout_config import GroupAdvantage, Weigh
+from pirl.agents.agent_config import GroupPlan, RewardRange
+from pirl.agents.rollout_config import OwnRolloutsConfig
 from pirl.errors import ConfigError
-from pirl.ranges import Bounds, Count, Inside, Natural, NotNegative, Positive, Share
+from pirl.ranges import Count, Inside, Natural, NotNegative, Positive, Share
 from pirl.search import Choice, Item, Range, around
 
 FlowPPOAlgorithm = Literal["ppo", "grpo"]
@@ -24,7 +24,7 @@ dimensions, which varies less and tolerates large chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowPPOConfig(AgentConfig):
+class FlowPPOConfig(OwnRolloutsConfig):
     """PPO or GRPO on a flow policy, with exact likelihood ratios of the denoising path (πRL)."""
 
     agent: ClassVar[str] = "pirl.agents.flow_ppo:FlowPPO"
@@ -41,12 +41,6 @@ class FlowPPOConfig(AgentConfig):
     """Largest standard deviation of a step of `flow_noise`."""
     entropy_weight: NotNegative = 0.005
     """Weight of the entropy bonus of `flow_noise`; the noise of `flow_sde` is fixed."""
-    group_size: Count = 8
-    """Rollouts of one initial state. `grpo` compares them; `ppo` works with 1."""
-    groups_per_iteration: Count = 16
-    """Initial states per iteration; for `grpo`, groups with mixed outcomes to train on."""
-    max_attempts: Annotated[float, Bounds(low=1)] = 4.0
-    """`grpo`: limit on the groups rolled out to find those, as a multiple of `groups_per_iteration`."""
     epochs: Count = 4
     """Passes over the rollouts of an iteration."""
     clip: Inside = 0.2
@@ -56,10 +50,6 @@ class FlowPPOConfig(AgentConfig):
     kl_limit: Positive | None = 0.05
     """Stop updating the policy until the next iteration once `ppo/kl`, its divergence from the rollout policy, exceeds
     this; the value keeps training. None: no limit."""
-    advantage: GroupAdvantage = "rloo"
-    """`grpo`: baseline of a rollout."""
-    weigh: Weigh = "rows"
-    """Whether all plans or all rollouts have equal weight."""
     discount: Inside = 0.99
     """Discount per environment step (ppo)."""
     gae_lambda: Share = 0.95
@@ -79,12 +69,6 @@ class FlowPPOConfig(AgentConfig):
     """Largest reward of a step."""
     reward_once: bool = True
     """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
-    bc_weight: NotNegative = 0.0
-    """Weight of an imitation loss on demonstrations; 0 needs no demonstrations."""
-    flow_draws: Count = 1
-    """Flow-matching samples (t, noise) per demonstrated chunk."""
-    augment: bool = False
-    """Augment images. Rollouts use unaugmented images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,11 +85,6 @@ class FlowPPOConfig(AgentConfig):
     def learns_values(self) -> bool:
         """With `ppo`, a state value."""
         return self.algorithm == "ppo"
-
-    @property
-    def uses_dataset(self) -> bool:
-        """Only with an imitation loss on demonstrations."""
-        return self.bc_weight > 0
 
     @property
     def explores(self) -> bool:
@@ -129,27 +108,11 @@ class FlowPPOConfig(AgentConfig):
         """As configured; it is the range of the histogram."""
         return RewardRange(self.reward_low, self.reward_high, self.reward_once) if self.learns_values else None
 
-    def small(self) -> "FlowPPOConfig":
-        """Two groups of two."""
-        return replace(
-            self,
-            accumulate=min(self.parts, 2),
-            group_size=2,
-            groups_per_iteration=2,
-            max_attempts=1.0,
-            epochs=min(self.epochs, 2),
-            value_warmup_steps=min(self.value_warmup_steps, 2),
-            bc_weight=0.0,
-        )
-
-    def quick(self) -> "FlowPPOConfig":
-        """At most four groups."""
-        return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
-
-    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Missing demonstrations."""
-        if self.bc_weight > 0 and not run.data.repo_ids:
-            yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
+    def small(self) -> OwnRolloutsConfig:
+        """And few passes, the policy's from the start."""
+        few = super().small()
+        assert isinstance(few, FlowPPOConfig)
+        return replace(few, epochs=min(self.epochs, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, passes, clip, noise, and the algorithm's own setting."""

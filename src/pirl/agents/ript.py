@@ -19,19 +19,16 @@ from jaxtyping import Array, Float, Key
 from pirl.agents import condition
 from pirl.agents import flow_objectives as fo
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Agent, Lesson, Metrics, Parts, TrainState
+from pirl.agents.agent import Lesson, Metrics, Parts, TrainState
 from pirl.agents.config import RIPTConfig
+from pirl.agents.groups import Demos, OwnRollouts
 from pirl.agents.learner import Learner, accumulated
 from pirl.errors import ConfigError
 from pirl.models import flow
 from pirl.models.observation import Observation
 from pirl.models.params import Params
-from pirl.models.policy import Conditionable, FlowPolicy
+from pirl.models.policy import Conditionable
 from pirl.records import BatchSizes, BatchSpec, Spec, chunk_spec
-
-LARGE = 2**22
-"""Values from which on a leaf of v_old is kept in the model's compute type. Norms and heads are below: they compute in
-float32, and are next to nothing in memory."""
 
 
 class Rows(NamedTuple):
@@ -47,31 +44,13 @@ class Rows(NamedTuple):
     draws: flow.Draws
 
 
-class Demos(NamedTuple):
-    """Chunks of demonstrations."""
-
-    observation: Observation
-    actions: Float[Array, "B H A"]
-    valid: Float[Array, "B H"]
-    draws: flow.Draws
-
-
 @dataclass(frozen=True, kw_only=True)
-class RIPT(Agent):
+class RIPT(OwnRollouts):
     """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
 
-    policy: FlowPolicy
     config: RIPTConfig
     learner: Learner
     """How the policy's weights learn; those of `cfg`'s condition learn alike."""
-    real_action_dim: int
-    """Action dimensions the robot has; the rest is padding."""
-    flow_steps: int = 10
-    """Euler steps when acting."""
-    encoder_frozen: bool = False
-    """Does nothing that `policy.encode` reads train? Then one prefix serves v_old as well."""
-    compute_dtype: str = "float32"
-    """The type the model casts its weights to before it multiplies: v_old is kept in it."""
 
     def __post_init__(self) -> None:
         if self.config.loss == "cfg" and not isinstance(self.policy, Conditionable):
@@ -93,18 +72,10 @@ class RIPT(Agent):
             compute_dtype=parts.compute_dtype,
         )
 
-    def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
-        """Rows of rollouts, and demonstrations where they are imitated too: see `update`."""
-        chunks = chunk_spec(sizes, next_observations=False)
-        number = Spec((sizes.batch,), "float32")
-        rows = {
-            "observations": chunks["observations"],
-            "actions": chunks["actions"],
-            "executed": chunks["valid"],
-            **dict.fromkeys(("advantage", "weight", "fresh", "acceptance"), number),
-        }
-        demos = {name: chunks[name] for name in ("observations", "actions", "valid")}
-        return rows | ({"demos": demos} if self.config.bc_weight else {})
+    def columns(self, sizes: BatchSizes) -> BatchSpec:
+        """Chunks as the policy meant them, and the share of groups that were not rejected."""
+        actions = chunk_spec(sizes, next_observations=False)["actions"]
+        return {"actions": actions, "acceptance": Spec((sizes.batch,), "float32")}
 
     # An iteration
 
@@ -132,11 +103,10 @@ class RIPT(Agent):
             opt["condition"] = self._condition_learner.init(params["condition"])[1]
         ema = {} if self.learner.ema_decay is None else jax.tree.map(jnp.copy, params)
         old = {name: self.learner.split(x)[0] if name == "policy" else x for name, x in params.items()}
-        target = jax.tree.map(lambda x: jnp.array(x, self._old_dtype(x), copy=True), old)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            target=target,
+            target=self.copied_small(old),
             ema=ema,
             opt=opt,
             frozen=self.learner.frozen(policy),
@@ -190,12 +160,6 @@ class RIPT(Agent):
             loss = rows.advantage * imitation
         return logged | {"ript/loss": loss}
 
-    def demo_losses(self, params: dict[str, Params], demos: Demos) -> Float[Array, "B"]:
-        """Flow-matching loss of the field that acts, on each demonstrated chunk."""
-        context = self.policy.encode(params["policy"], demos.observation)
-        error = flow.squared_error(self.policy, self._folded(params), context, demos.actions, demos.draws)
-        return flow.chunk_loss(error, valid=demos.valid, dims=self.real_action_dim)
-
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """One minibatch: rows of rollouts, and demonstrations where `bc_weight` asks for them.
 
@@ -204,8 +168,11 @@ class RIPT(Agent):
         minibatch of an iteration; a number, or one per row). Optional: `acceptance`, the share of groups that were not
         rejected (likewise), and `demos` with `observations`, `actions` and `valid`.
         """
-        target = self._rollout_policy(state, jnp.max(batch["fresh"]) > 0)
-        rows, demos = self._inputs(batch, key)
+        acting = {name: state.ema.get(name, params) for name, params in state.params.items()}
+        acting["policy"] = self.learner.split(acting["policy"])[0]
+        target = self.that_rolled_out(state.target, acting, batch)
+        of_rows, of_demos = jax.random.split(key)
+        rows, demos = self._rows(batch, of_rows), self.demos(batch, of_demos)
         trainable, frozen = self.learner.split(state.params["policy"])
         old = target | {"policy": self.learner.join(target["policy"], frozen)}
 
@@ -214,7 +181,7 @@ class RIPT(Agent):
             logged = self.losses(params, old, parts[0])
             total = (parts[0].share * logged["ript/loss"]).mean()
             if parts[1] is not None:
-                logged["bc/loss"] = self.demo_losses(params, parts[1])
+                logged["bc/loss"] = self.demo_losses(params["policy"], self._folded(params), parts[1])
                 total = total + self.config.bc_weight * logged["bc/loss"].mean()
             return total, logged
 
@@ -228,21 +195,13 @@ class RIPT(Agent):
         new = replace(state, step=state.step + 1, params=params, target=target, ema=ema, opt=opt)
         return new, self._metrics(logged, rows) | {"ript/grad_norm": optax.tree.norm(grads)}
 
-    def _rollout_policy(self, state: TrainState, fresh: Array) -> dict[str, Params]:
-        """v_old, by group and trainable leaves only: the weights that act now if `fresh`, else those that are kept."""
-        acting = {name: state.ema.get(name, params) for name, params in state.params.items()}
-        acting["policy"] = self.learner.split(acting["policy"])[0]
-        return jax.tree.map(lambda kept, now: jnp.where(fresh, now.astype(kept.dtype), kept), state.target, acting)
-
-    def _inputs(self, batch: Any, key: Array) -> tuple[Rows, Demos | None]:
+    def _rows(self, batch: Any, key: Array) -> Rows:
         """What the losses take, and every random number of the step."""
-        c, of_rows, of_demos = self.config, *jax.random.split(key)
-        counted = jnp.asarray(batch["weight"])
+        c, counted = self.config, jnp.asarray(batch["weight"])
         # A row that does not count may hold anything as its advantage.
         advantage = jnp.where(counted > 0, batch["advantage"], 0.0)
-        acceptance = jnp.max(batch.get("acceptance", 1.0))
-        observation, draws = self._drawn(batch, of_rows)
-        rows = Rows(
+        observation, draws = self.drawn(batch, key)
+        return Rows(
             observation=observation,
             actions=batch["actions"],
             executed=batch["executed"],
@@ -252,33 +211,16 @@ class RIPT(Agent):
                 counted,
                 beta=c.awr_beta,
                 cap=c.weight_cap,
-                acceptance=acceptance,
+                acceptance=jnp.max(batch.get("acceptance", 1.0)),
                 largest=fo.largest_advantage(c.group_size, c.advantage) if c.nft_scale == "largest" else 1.0,
             ),
-            share=counted / jnp.maximum(counted.mean(), jnp.finfo(jnp.float32).tiny),
+            share=self.share(batch),
             draws=draws,
         )
-        if not c.bc_weight:
-            return rows, None
-        if "demos" not in batch:
-            raise ConfigError(
-                f"bc_weight is {c.bc_weight}, and the batch has no `demos`",
-                hint="name a dataset of demonstrations, or set bc_weight to 0",
-            )
-        observation, draws = self._drawn(batch["demos"], of_demos)
-        return rows, Demos(observation, batch["demos"]["actions"], batch["demos"]["valid"], draws)
-
-    def _drawn(self, batch: Any, key: Array) -> tuple[Observation, flow.Draws]:
-        augment_key, noise_key, time_key = jax.random.split(key, 3)
-        observation = Observation.from_dict(batch["observations"])
-        observation = self.policy.prepare(observation, augment_key if self.config.augment else None)
-        return observation, flow.draw(noise_key, time_key, batch["actions"], self.config.flow_draws)
 
     def _metrics(self, logged: Metrics, rows: Rows) -> Metrics:
         counted = (rows.share > 0).astype(jnp.float32)
-        found = {
-            name: value.mean() if name == "bc/loss" else (rows.share * value).mean() for name, value in logged.items()
-        }
+        found = self.means(logged, rows.share)
         if self.config.loss in ("awr", "filter"):
             found["ript/ess"] = ob.effective_sample_size(rows.advantage, rows.share > 0)
         return found | {
@@ -320,6 +262,3 @@ class RIPT(Agent):
         if "condition" not in params:
             return params["policy"]
         return condition.folded(self.policy, params["policy"], params["condition"]["embedding"])
-
-    def _old_dtype(self, leaf: Array) -> jnp.dtype:
-        return jnp.dtype(self.compute_dtype) if leaf.size >= LARGE else leaf.dtype

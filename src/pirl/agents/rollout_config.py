@@ -33,7 +33,49 @@ possible advantage of a group, as DiffusionNFT does: 1 with rloo, √(K-1) with 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RIPTConfig(AgentConfig):
+class OwnRolloutsConfig(AgentConfig):
+    """The settings shared by algorithms that train on groups of their own rollouts."""
+
+    group_size: Count = 8
+    """K: rollouts of one initial state. FlowPPO's `ppo` compares none with another and works with 1."""
+    groups_per_iteration: Count = 16
+    """Groups to train on per iteration; where rollouts are compared, groups with equal rewards do not count."""
+    max_attempts: Annotated[float, Bounds(low=1)] = 4.0
+    """Limit on the groups rolled out to find those, as a multiple of `groups_per_iteration`; the iteration then
+    continues with the groups it has."""
+    advantage: GroupAdvantage = "rloo"
+    """Baseline of a rollout, where rollouts are compared."""
+    weigh: Weigh = "rows"
+    """Whether all chunks or all rollouts have equal weight."""
+    bc_weight: NotNegative = 0.0
+    """Weight of an imitation loss on demonstrations; 0 needs no demonstrations."""
+    flow_draws: Count = 1
+    """Flow-matching samples (t, noise) per chunk in flow losses. Extra samples are cheap: they share the prefix."""
+    augment: bool = False
+    """Augment images. Rollouts use unaugmented images."""
+
+    @property
+    def uses_dataset(self) -> bool:
+        """Only with an imitation loss on demonstrations."""
+        return self.bc_weight > 0
+
+    def small(self) -> "OwnRolloutsConfig":
+        """Two groups of two."""
+        few = replace(self, group_size=2, groups_per_iteration=2, max_attempts=1.0)
+        return replace(few, accumulate=min(self.parts, 2), bc_weight=0.0)
+
+    def quick(self) -> "OwnRolloutsConfig":
+        """At most four groups."""
+        return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Missing demonstrations."""
+        if self.bc_weight > 0 and not run.data.repo_ids:
+            yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RIPTConfig(OwnRolloutsConfig):
     """Groups of rollouts from the same initial state, compared with each other: no critic, no reward model."""
 
     agent: ClassVar[str] = "pirl.agents.ript:RIPT"
@@ -42,23 +84,14 @@ class RIPTConfig(AgentConfig):
     """How advantages enter the policy loss."""
     group_size: Annotated[int, Bounds(low=2)] = 8
     """K: rollouts of one initial state. Their mean is the baseline."""
-    groups_per_iteration: Count = 16
-    """Groups to train on per iteration; groups with equal rewards do not count."""
     accept: Accept = "mixed"
     """Groups to train on. mixed: those with unequal rewards. all: also the others, whose advantages are zero; for tests
     with policies that never succeed, as in `--debug`."""
-    max_attempts: Annotated[float, Bounds(low=1)] = 4.0
-    """Limit on the groups rolled out to find those, as a multiple of `groups_per_iteration`; the iteration then
-    continues with the groups it has."""
     epochs: Count = 2
     """Passes over the rollouts of an iteration."""
     drift_limit: Positive | None = 0.02
     """End the iteration once `ript/drift`, the mean squared distance of the velocities to the rollout policy's, exceeds
     this; None makes all passes."""
-    advantage: GroupAdvantage = "rloo"
-    """Baseline of a rollout."""
-    weigh: Weigh = "rows"
-    """Whether all chunks or all rollouts have equal weight."""
     nft_scale: NFTScale = "clip"
     """How `nft` handles advantages beyond ±1: clip them, or divide all by the largest possible. With rloo none are
     beyond. With std and K = 8, a single success of a group has 2.65: clipped, it has the same weight as one of four."""
@@ -74,14 +107,10 @@ class RIPTConfig(AgentConfig):
     """Share of the unconditional branch in the loss of `cfg`; 0.1 to 0.3 works."""
     guidance: NotNegative = 1.0
     """Guidance scale of `cfg` at inference: 1 is the conditional policy; larger values extrapolate."""
-    bc_weight: NotNegative = 0.0
-    """Weight of an imitation loss on demonstrations; 0 needs no demonstrations."""
     flow_draws: Count = 4
     """Flow-matching samples (t, noise) per chunk and step. Extra samples are cheap: they share the prefix."""
     ema_decay: Decay | None = None
     """EMA decay of the weights, for acting and checkpoints; None turns it off."""
-    augment: bool = False
-    """Augment images. Rollouts use unaugmented images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,11 +125,6 @@ class RIPTConfig(AgentConfig):
     def guided(self) -> bool:
         """With the loss `cfg`."""
         return self.loss == "cfg"
-
-    @property
-    def uses_dataset(self) -> bool:
-        """Only with an imitation loss on demonstrations."""
-        return self.bc_weight > 0
 
     @property
     def groups(self) -> GroupPlan:
@@ -123,26 +147,11 @@ class RIPTConfig(AgentConfig):
         """The same settings without EMA."""
         return replace(self, ema_decay=None)
 
-    def small(self) -> "RIPTConfig":
-        """Two groups of two, accepted even if all rollouts fail: an untrained policy still tests the update."""
-        return replace(
-            self,
-            accumulate=min(self.parts, 2),
-            group_size=2,
-            groups_per_iteration=2,
-            max_attempts=1.0,
-            accept="all",
-            bc_weight=0.0,
-        )
-
-    def quick(self) -> "RIPTConfig":
-        """At most four groups."""
-        return replace(self, groups_per_iteration=min(self.groups_per_iteration, 4), max_attempts=1.0)
-
-    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Missing demonstrations."""
-        if self.bc_weight > 0 and not run.data.repo_ids:
-            yield f"agent.bc_weight is {self.bc_weight} without demonstrations", "name data.repo_ids"
+    def small(self) -> OwnRolloutsConfig:
+        """Accepts groups even if all rollouts fail: an untrained policy still tests the update."""
+        few = super().small()
+        assert isinstance(few, RIPTConfig)
+        return replace(few, accept="all")
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, passes, and the loss's own setting."""
