@@ -324,11 +324,28 @@ def test_timers_leave_out_compilation_and_pauses() -> None:
         timers.tick()
     with timers.paused():
         clock.now += 100.0
-    assert timers.read() == pytest.approx({"time/step_seconds": 0.5, "time/samples_per_second": 64.0, "time/mfu": 0.6})
+    speed = {"time/step_seconds": 0.5, "time/samples_per_second": 64.0, "time/mfu": 0.6}
+    assert timers.read() == pytest.approx(speed | {"time/seconds": 2.0})
     clock.now += 3.0
     timers.tick()
     assert timers.read()["time/step_seconds"] == pytest.approx(3.0)
     assert timers.read() == {}
+    clock.now += 7.0  # an iteration whose rollouts teach nothing
+    assert timers.read() == {"time/seconds": 7.0}
+
+
+def test_timers_count_iterations_without_a_step_from_the_first_record_on() -> None:
+    clock = Clock()
+    timers = Timers(batch_size=32, clock=clock)
+    clock.now = 60.0
+    assert timers.read() == {}
+    clock.now = 65.0
+    assert timers.read() == {"time/seconds": 5.0}
+    clock.now = 90.0  # the first step compiles
+    timers.tick()
+    clock.now = 91.0
+    timers.tick()
+    assert timers.read()["time/step_seconds"] == 1.0
 
 
 def test_peaks_are_known_by_device_kind() -> None:

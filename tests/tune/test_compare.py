@@ -23,7 +23,7 @@ TASK = replace(recipes.get_config("bc_tabletop"), num_train_steps=800, init_weig
 
 
 class FakeProcess:
-    """Logs 200 steps of a second per 100 each time it is looked at, and saves them; on SIGTERM it ends with 130."""
+    """Logs 200 steps, or an iteration, of two seconds whenever it is looked at, saves them, and ends on SIGTERM."""
 
     def __init__(self, lab: "Lab", words: Sequence[str]) -> None:
         self.lab, self.words, self.told = lab, words, False
@@ -48,9 +48,9 @@ class FakeProcess:
             self.save()
             return 0
         self.step += 1 if self.config.agent.groups else 200
-        values: dict[str, float] = {"time/step_seconds": 0.01, "policy/flow_loss": 1 / self.step}
+        values: dict[str, float] = {"time/seconds": 2.0, "policy/flow_loss": 1 / self.step}
         if self.config.agent.groups:
-            values |= {"ript/updates": 150.0, "ript/attempted_groups": 3.0}
+            values |= {"ript/updates": self.lab.updates, "ript/attempted_groups": 3.0}
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": self.step, "time": time.time(), "values": values}) + "\n")
         return None
@@ -81,8 +81,9 @@ class FakeProcess:
 class Lab:
     """Starts pretended processes and remembers their words."""
 
-    def __init__(self, *trouble: str) -> None:
+    def __init__(self, *trouble: str, updates: float = 150.0) -> None:
         self.words: list[list[str]] = []
+        self.updates = updates
         self.trouble = list(trouble)
 
     def __call__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> FakeProcess:
@@ -220,6 +221,12 @@ def test_training_time_ends_a_run(tmp_path: Path) -> None:
     assert all(600 <= run["updates"] <= 800 for run in results["runs"])
     assert all(run["training_seconds"] >= 5 for run in results["runs"])
     assert "5 s of training for each run" in (folder / "table.md").read_text()
+
+
+def test_training_time_ends_a_run_whose_rollouts_teach_nothing(tmp_path: Path) -> None:
+    folder, lab = tmp_path / "c", Lab(updates=0.0)
+    _, results = compare(folder, lab, runs(folder, "ript_tabletop", "flow_ppo_tabletop", seeds=(0,), seconds=5.0))
+    assert [(run["updates"], 5 <= run["training_seconds"] <= 8) for run in results["runs"]] == [(0, True)] * 2
 
 
 def test_updates_end_a_run_whose_step_is_an_iteration(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Agent, Metrics, TrainState
+from pirl.agents.agent import Agent, Choice, Metrics, TrainState
 from pirl.agents.ensemble import halves
 from pirl.agents.gate import said, stays_open
 from pirl.agents.learner import Learner, divided
@@ -214,6 +214,48 @@ class ChunkCritic(Agent):
         critic = state.ema.get("critic", state.params["critic"])
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
         return self.values(critic, self.critic.embed(critic, inputs), chunks)
+
+    # Acting
+
+    def plan(
+        self, state: TrainState, context: Any, keys: Key[Array, "B"], count: int, steer: flow.Steer | None
+    ) -> Float[Array, "B N H A"]:
+        """So many chunks per observation, to choose from."""
+        raise NotImplementedError(f"{type(self).__name__}.plan")
+
+    def candidates_to_act(self, best_of: int | None) -> int:
+        """How many of them, where `best_of` is asked for. The default is one: the improvement is in what plans."""
+        return best_of or 1
+
+    def act(
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: flow.Steer | None = None,
+    ) -> Float[Array, "B H A"]:
+        """One chunk per observation; of several, the critic's choice."""
+        return self.choose(state, observation, keys, best_of=best_of, steer=steer).chunk
+
+    def choose(
+        self,
+        state: TrainState,
+        observation: Observation,
+        keys: Key[Array, "B"],
+        *,
+        best_of: int | None = None,
+        steer: flow.Steer | None = None,
+    ) -> Choice:
+        """What `act` does, with the critic's values where there are several candidates."""
+        context, count = self.policy.encode(state.policy, observation), self.candidates_to_act(best_of)
+        chunks = self.plan(state, context, keys, count, steer)
+        if count == 1:
+            return Choice(chunks[:, 0])
+        critic = state.ema.get("critic", state.params["critic"])
+        values = self.values(critic, self.critic.embed(critic, CriticInputs.of(context)), chunks).mean(0)
+        return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))
 
     # What is logged of values
 

@@ -19,7 +19,6 @@ from pirl.agents.agent import Choice, Metrics, Parts, TrainState
 from pirl.agents.chunk_critic import ChunkCritic, Successor, copied
 from pirl.agents.frozen_policy_config import FrozenPolicyConfig
 from pirl.agents.learner import Learner, in_parts
-from pirl.models import flow
 from pirl.models.chunk_actor import ChunkActor, read_token
 from pirl.models.critic import CriticInputs
 from pirl.models.observation import Observation
@@ -89,12 +88,6 @@ class FrozenPolicy(ChunkCritic):
     def learn(self, state: TrainState, critic: Params, proposal: Proposal, key: Array) -> Learned:
         """One step of everything but the critic, which has made its own."""
         raise NotImplementedError(f"{type(self).__name__}.learn")
-
-    def plan(
-        self, state: TrainState, context: Any, keys: Key[Array, "B"], count: int, steer: flow.Steer | None
-    ) -> Float[Array, "B N H A"]:
-        """That many chunks per observation, to act."""
-        raise NotImplementedError(f"{type(self).__name__}.plan")
 
     def more(self, key: Array) -> dict[str, Params]:
         """Groups beside policy, critic and actor, which learn as the critic does."""
@@ -196,33 +189,3 @@ class FrozenPolicy(ChunkCritic):
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
         """The actor, and the critic that reads for it."""
         return frozenset({"actor", "critic"})
-
-    def act(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Float[Array, "B H A"]:
-        """One chunk per observation, as the actor has it; of several, the critic's choice."""
-        return self.choose(state, observation, keys, best_of=best_of, steer=steer).chunk
-
-    def choose(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Choice:
-        """What `act` does, with the critic's values where there are several candidates."""
-        context = self.policy.encode(state.policy, observation)
-        chunks = self.plan(state, context, keys, best_of or 1, steer)
-        if (best_of or 1) == 1:
-            return Choice(chunks[:, 0])
-        critic = state.ema.get("critic", state.params["critic"])
-        values = self.values(critic, self.critic.embed(critic, CriticInputs.of(context)), chunks).mean(0)
-        return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))

@@ -14,8 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int, Key
 
 from pirl.agents import corrections
-from pirl.agents import objectives as ob
-from pirl.agents.agent import Choice, Metrics, Parts, TrainState
+from pirl.agents.agent import Metrics, Parts, TrainState
 from pirl.agents.chunk_critic import ChunkCritic, copied
 from pirl.agents.learner import Learner, accumulated, in_parts
 from pirl.agents.q_chunking_config import QChunkingConfig
@@ -134,10 +133,6 @@ class QChunking(ChunkCritic):
     def acting_steps(self) -> int:
         """Euler steps when acting."""
         return self.flow_steps or self.config.flow_steps
-
-    def candidates_to_act(self, best_of: int | None) -> int:
-        """How many chunks are compared when acting."""
-        return best_of or 1
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
@@ -292,42 +287,12 @@ class QChunking(ChunkCritic):
         """The critic, where it chooses."""
         return frozenset({"critic"} if self.candidates_to_act(best_of) > 1 else ())
 
-    def act(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Float[Array, "B H A"]:
-        """One chunk per observation: the critic's choice among `best_of` candidates, or a plain sample of one."""
-        return self.choose(state, observation, keys, best_of=best_of, steer=steer).chunk
-
-    def choose(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Choice:
-        """What `act` does, with the critic's values where there are several candidates.
-
-        Where the improvement is in the weights, the default is a plain sample.
-        """
-        count = self.candidates_to_act(best_of)
-        params = state.policy
-        context = self.policy.encode(params, observation)
+    def plan(
+        self, state: TrainState, context: Any, keys: Key[Array, "B"], count: int, steer: flow.Steer | None
+    ) -> Float[Array, "B N H A"]:
+        """Plain samples."""
         noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
-        chunks = flow.sample(self.policy, params, context, noise, num_steps=self.acting_steps, steer=steer)
-        if count == 1:
-            return Choice(chunks[:, 0])
-        critic = state.ema.get("critic", state.params["critic"])
-        embedding = self.critic.embed(critic, CriticInputs.of(context))
-        values = self.values(critic, embedding, chunks).mean(0)
-        return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))
+        return flow.sample(self.policy, state.policy, context, noise, num_steps=self.acting_steps, steer=steer)
 
 
 def _named(key: Array) -> dict[str, Array]:

@@ -95,6 +95,7 @@ class Timers:
         self._batch_size, self._flops, self._peak, self._clock = batch_size, flops_per_step, peak_flops, clock
         self._count: Callable[[], int | float] | None = None
         self._start: float | None = None
+        self._compiled = False
         self._steps = 0
         self._paused = 0.0
 
@@ -107,10 +108,10 @@ class Timers:
 
     def tick(self) -> None:
         """One more step is done (or dispatched)."""
-        if self._start is None:
-            self._start = self._clock()
-        else:
+        if self._compiled:
             self._steps += 1
+        else:
+            self._start, self._paused, self._compiled = self._clock(), 0.0, True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -124,10 +125,10 @@ class Timers:
     def read(self) -> dict[str, float]:
         """Speed since the last reading; to be called when the device has caught up."""
         values: dict[str, float] = {}
-        if self._start is None:
-            return values
         now = self._clock()
-        elapsed = now - self._start - self._paused
+        elapsed = 0.0 if self._start is None else now - self._start - self._paused
+        if elapsed > 0:  # also where rollouts taught nothing, and no step was made
+            values["time/seconds"] = elapsed
         if self._steps and elapsed > 0:
             values |= {
                 "time/step_seconds": elapsed / self._steps,

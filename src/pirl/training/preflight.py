@@ -48,7 +48,7 @@ from pirl.training.measured import metric_names as held_out_metrics
 from pirl.training.streams import logged_names
 
 GB = 10**9
-TIMES = ("time/step_seconds", "time/samples_per_second", "time/mfu", "time/stall_fraction")
+TIMES = ("time/seconds", "time/step_seconds", "time/samples_per_second", "time/mfu", "time/stall_fraction")
 
 
 class PreflightError(PirlError):

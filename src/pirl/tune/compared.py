@@ -54,9 +54,8 @@ def read_log(run: Run, *, until: int | None = None, since: float = math.inf) -> 
         if until is not None and step > until and float(record["time"]) < since:
             continue
         steps, at = max(step - at, 0), max(step, at)
-        new = steps * next((found[name] for name in found if name.endswith("/updates")), 1)
-        updates += new
-        seconds += new * found.get("time/step_seconds", 0.0)
+        updates += steps * next((found[name] for name in found if name.endswith("/updates")), 1)
+        seconds += found.get("time/seconds", 0.0) if steps else 0.0
         if run.config.agent.groups is not None:
             groups = next((found[name] for name in found if name.endswith("/attempted_groups")), 0)
             episodes += steps * groups * run.config.agent.groups.size
