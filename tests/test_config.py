@@ -18,6 +18,7 @@ from pirl.errors import ConfigError
 from pirl.models import freeze
 from pirl.models.config import MLPFlowConfig
 from pirl.recipes.debug import shrink
+from pirl.recipes.families import OF_THE_TASK
 from pirl.training.config import SGD, AdamW, ConstantSchedule, CosineSchedule, KeepBest, MeshConfig, RsqrtSchedule
 
 DEBUG = recipes.get_config("debug")
@@ -326,6 +327,25 @@ def test_a_recipe_is_told_of_and_can_be_shrunk(name: str) -> None:
     assert small.data.tokenizer == {"paligemma": "byte"}.get(config.data.tokenizer, config.data.tokenizer)
     assert not isinstance(small.model, MLPFlowConfig)
     assert small.model.vlm.width == 64
+
+
+@pytest.mark.parametrize("task", ["aloha_fold", "libero", "droid", "aloha_transfer_small", "metaworld_mt10"])
+def test_algorithms_share_what_belongs_to_their_task(task: str) -> None:
+    base, own = recipes.get_config(f"acrlpd_{task}"), {"num_action_samples", "flow_steps"}
+    others = ["filtered", "recap", "dsrl", *([] if base.env else ["dagger", "critic_nft", "qc_fql", "rl_token"])]
+    for found in (recipes.get_config(f"{algorithm}_{task}") for algorithm in others):
+        shared = {*OF_THE_TASK} & {f.name for f in fields(found.agent)} & {f.name for f in fields(base.agent)} - own
+        assert len(shared) >= 3
+        for name in shared:
+            assert getattr(found.agent, name) == getattr(base.agent, name), (found.name, name)
+        for name in ("init_weights", "critic", "critic_schedule", "num_train_steps", "batch_size", "env"):
+            assert getattr(found, name) == getattr(base, name), (found.name, name)
+        assert found.data.held_out == base.data.held_out
+        assert found.policy_ema_decay in (None, base.policy_ema_decay)
+        if found.agent.freezes_policy:
+            assert (found.freeze_rule, found.policy_schedule) == ("frozen", base.critic_schedule)
+            assert getattr(found.agent, "flow_steps", None) == found.rollout.flow_steps
+        assert (found.rollout.flow_steps == 1) == found.agent.one_step
 
 
 def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:

@@ -70,6 +70,28 @@ def test_recipes_say_what_is_planned(recipe: str, said: str) -> None:
 
 def test_there_are_recipes_that_say_so() -> None:
     assert len(SAID) == 7
+    assert len(TABLE) == 11
+
+
+TABLE = re.findall(
+    r"^\| (`\w+`(?:, `\w+`)*) \| [^|]* \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$",
+    (Path(__file__).parents[2] / "docs" / "which-algorithm.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+TRACED = {*(recipe for recipe, _ in SAID), "filtered_aloha_fold_lora", "qc_fql_aloha_fold", "dsrl_aloha_fold"}
+"""One for each kind of what trains; others would cost minutes."""
+
+
+@pytest.mark.parametrize("row", TABLE, ids=[row[0].split("`")[1] for row in TABLE])
+def test_the_table_of_what_fits_is_planned(row: tuple[str, ...]) -> None:
+    names, cells = re.findall(r"\w+", row[0]), row[1:]
+    assert all(get_config(name).name == name for name in names)
+    if names[0] not in TRACED:
+        return
+    for cell, devices, room in zip(cells, (1, 1, 8), (24, 80, 24), strict=True):
+        found = plan(changed(names[0], model={"remat": "full"}, mesh={"fsdp": devices}), device_gb=room)
+        parts = "" if found.accumulate == 1 else f" in {found.accumulate} parts"
+        assert cell == ("no" if found.accumulate is None else f"{round(found.peak / GIB)}{parts}")
 
 
 def test_what_is_largest_fits_and_one_more_does_not() -> None:
