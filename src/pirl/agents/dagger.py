@@ -35,7 +35,10 @@ class DAgger(BC):
         steps = corrections.imitated_steps(acted_by)
         steps = steps * batch["valid"] if c.mask_padding else steps
         weight = corrections.chunk_weights(acted_by, correction=c.correction_weight, autonomous=c.policy_weight)
-        actors = {"autonomous": AUTONOMOUS, "blamed": BLAMED, "corrected": CORRECTED}
-        logged = {f"data/{name}": corrections.begun_by(acted_by, actor).mean() for name, actor in actors.items()}
-        logged["data/imitated"] = jnp.mean(steps * (weight > 0)[:, None])
+        logged = {
+            "data/autonomous": corrections.begun_by(acted_by, AUTONOMOUS).mean(),
+            "data/blamed": corrections.begun_by(acted_by, BLAMED).mean(),
+            "data/corrected": corrections.begun_by(acted_by, CORRECTED).mean(),
+            "data/imitated": jnp.mean(steps * (weight > 0)[:, None]),
+        }
         return Counts(steps, weight / jnp.maximum(weight.mean(), jnp.finfo(weight.dtype).tiny), logged=logged)
