@@ -50,7 +50,7 @@ class OwnRollouts(Agent):
     """The type the model casts its weights to before it multiplies: those that rolled out are kept in it."""
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """What rows have beside observations, executed steps, `advantage`, `weight` and `fresh`."""
+        """What rows have beside what all have."""
         raise NotImplementedError(f"{type(self).__name__}.columns")
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
@@ -59,6 +59,7 @@ class OwnRollouts(Agent):
         number = Spec((sizes.batch,), "float32")
         rows = {
             "observations": chunks["observations"],
+            "actions": chunks["actions"],
             "executed": chunks["valid"],
             **self.columns(sizes),
             **dict.fromkeys(("advantage", "weight", "fresh"), number),

@@ -28,7 +28,7 @@ from pirl.models import flow
 from pirl.models.observation import Observation
 from pirl.models.params import Params
 from pirl.models.policy import Conditionable
-from pirl.records import BatchSizes, BatchSpec, Spec, chunk_spec
+from pirl.records import BatchSizes, BatchSpec, Spec
 
 
 class Rows(NamedTuple):
@@ -73,9 +73,8 @@ class RIPT(OwnRollouts):
         )
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """Chunks as the policy meant them, and the share of groups that were not rejected."""
-        actions = chunk_spec(sizes, next_observations=False)["actions"]
-        return {"actions": actions, "acceptance": Spec((sizes.batch,), "float32")}
+        """The share of groups that were not rejected."""
+        return {"acceptance": Spec((sizes.batch,), "float32")}
 
     # An iteration
 
