@@ -130,7 +130,9 @@ class Callbacks:
         if self.stopped:
             self.ending += self.saver.leave(state, step, values)
         elif self.over or self.checkpoints.due(step):
-            self.saver.save(state, step, values)
+            jax.block_until_ready(state.step)  # updates under way are training, what follows is not
+            with self.log.paused():
+                self.saver.save(state, step, values)
             self.stop.warn(self.config.checkpoint.grace, self.checkpoints.seconds, self.say)
         self.progress.advance()
         return state
