@@ -160,7 +160,7 @@ def recorded(pool: LocalPool, folder: Path) -> RolloutRecorder:
 def test_every_episode_is_recorded_once(pool: LocalPool, tmp_path: Path, whole: dict[int, list[Any]]) -> None:
     """Recorded, then killed before the next checkpoint: what is collected again is in the dataset already."""
     with recorded(pool, tmp_path) as recorder:
-        made = collector(pool, tmp_path, recorder=recorder)
+        made = collector(pool, tmp_path, every_picture=True, recorder=recorder)
         with pytest.raises(CollectionStoppedError):
             gather(made, after(4))
         state = made.state()
@@ -171,7 +171,7 @@ def test_every_episode_is_recorded_once(pool: LocalPool, tmp_path: Path, whole: 
     assert (state["recorded"], later["recorded"], num_recorded(tmp_path / "dataset")) == (0, 6, 6)
     for position, expected in ((state, 6), (later, 12)):
         with recorded(pool, tmp_path) as recorder:
-            made = collector(pool, tmp_path, recorder=recorder)
+            made = collector(pool, tmp_path, every_picture=True, recorder=recorder)
             made.restore(position)
             gather(made)
             made.close_round()

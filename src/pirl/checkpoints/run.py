@@ -184,8 +184,9 @@ class Checkpoints:
         """Another `extra` for a step that is there, for what went on since without a change of the state."""
         self.wait()
         file = self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE
-        with io_errors(f"{file} cannot be written"):
-            write_text(file, extra_text(as_json(dict(extra))))
+        if is_main():
+            with io_errors(f"{file} cannot be written"):
+                write_text(file, extra_text(as_json(dict(extra))))
 
     def wait(self) -> None:
         """Until what was begun is on disk. Raises what went wrong there."""

@@ -12,11 +12,13 @@ Otherwise there is one process and nothing to do. One task per node drives all d
 per node each drives one (`JAX_LOCAL_DEVICE_IDS` says otherwise).
 """
 
+import json
 import logging
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,8 @@ class LostProcessError(DistributedError):
 
 HEARTBEAT_SECONDS = 40
 """JAX ends all processes when one is silent for this long."""
+_ASK_SECONDS = 0.1
+"""Processes that wait for others look for news this often."""
 _LOST = re.compile(r"gloo|nccl|heartbeat|coordination.?service|(reset|closed) by peer|socket closed", re.IGNORECASE)
 
 
@@ -176,6 +180,40 @@ def barrier(name: str, timeout: int | float = 600) -> None:
             f"{str(error).splitlines()[0][:300]}",
             hint="another process failed or is slower: see its log; a longer timeout only helps slow processes",
         ) from error
+
+
+class Meeting:
+    """One piece of work that all processes share: each can ask the others to stop, and says in the end what it did.
+
+    The words are short JSON and go through the service that the processes found each other by, so a process can work
+    or wait as long as it needs. All processes must hold the same meetings in the same order.
+    """
+
+    _last: str | None = None
+    """The one before, which nobody reads any more."""
+
+    def __init__(self, name: str) -> None:
+        _barriers[name] += 1
+        self._place = f"pirl.meeting/{name}.{_barriers[name]}/"
+        self._client = ocp.multihost.get_jax_distributed_client()
+
+    def stop(self, asked: bool) -> bool:
+        """Whether any process was asked to stop; `asked` tells the others that this one was."""
+        if asked:
+            self._client.key_value_set(f"{self._place}stop/", "", allow_overwrite=True)
+        return bool(self._client.key_value_dir_get(f"{self._place}stop"))
+
+    def gather(self, word: Any, *, meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
+        """What each process says, in their order; waits until all have, and calls `meanwhile` now and then."""
+        said = f"{self._place}said"
+        self._client.key_value_set(f"{said}/{jax.process_index():06}", json.dumps(word))
+        while len(words := self._client.key_value_dir_get(said)) < jax.process_count():
+            meanwhile()
+            time.sleep(_ASK_SECONDS)
+        if is_main() and Meeting._last is not None:
+            self._client.key_value_delete(Meeting._last)
+        Meeting._last = self._place
+        return [json.loads(text) for _, text in sorted(words)]
 
 
 def host_slice(batch: Any, mesh: Mesh) -> Any:

@@ -87,6 +87,30 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, np.asarray(rows)), batch)
 
 
+def on_this_host(tree: Any) -> Any:
+    """The same arrays whole on the devices of this process, each as it is split there: what it computes with alone.
+
+    Nothing is copied where the devices of every process hold all of an array; what is split over more of them is
+    gathered first, which all processes must do together. With one process it is the tree itself.
+    """
+    if jax.process_count() == 1:
+        return tree
+    gathering = make_mesh(jax.local_device_count())
+    gathered: dict[int, jax.Array] = {}  # frozen weights are in a state several times
+
+    def local(array: jax.Array) -> jax.Array:
+        mesh, spec = array.sharding.mesh, array.sharding.spec  # type: ignore[attr-defined]
+        if any(spec) and mesh.local_mesh.shape[FSDP_AXIS] < mesh.shape[FSDP_AXIS]:
+            if id(array) not in gathered:
+                gathered[id(array)] = local(jax.device_put(array, state_shardings(gathering, array)))
+            return gathered[id(array)]
+        parts = [shard.data for shard in array.addressable_shards]
+        here = NamedSharding(mesh.local_mesh, spec)
+        return jax.make_array_from_single_device_arrays(array.shape, here, parts)
+
+    return jax.tree.map(local, tree)
+
+
 def check_batch(batch_size: int, mesh: Mesh) -> None:
     """Refuse a batch that the devices cannot share evenly."""
     devices = mesh.size

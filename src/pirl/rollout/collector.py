@@ -8,8 +8,9 @@ import jax
 
 from pirl.errors import DataError, EnvError
 from pirl.records import Rollout
-from pirl.rollout.collect import CollectStats, Job, collect
+from pirl.rollout.collect import CollectStats, Job
 from pirl.rollout.files import delete_rollouts, load_rollouts, save_rollouts
+from pirl.rollout.hosts import collect_together, weights_to_act
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 from pirl.rollout.record import RolloutRecorder, num_recorded
@@ -39,9 +40,10 @@ class Collector:
         last_look: bool = False,
         recorder: RolloutRecorder | None = None,
     ) -> None:
+        """A recorder needs every picture."""
         self.pool, self.policy = pool, policy
         self._key, self._directory, self._retries = key, directory, retries
-        self._every_picture, self._recorder = every_picture or recorder is not None, recorder
+        self._every_picture, self._recorder = every_picture, recorder
         self._last_look = last_look
         self._recorded = 0 if recorder is None else num_recorded(recorder.root)
         self._ahead = 0
@@ -53,12 +55,13 @@ class Collector:
     def collect(self, jobs: list[Job], weights: Any, stop: Stop, say: Say) -> dict[int, Rollout]:
         """The jobs' episodes by number, without lost ones."""
         missing = [job for job in jobs if job.number not in self._finished and job.number not in self._lost]
-        self.policy.use(weights, self._key)
+        self.policy.use(weights_to_act(weights), self._key)
         try:
-            for rollout in collect(
+            for rollout in collect_together(
                 self.pool,
                 self.policy,
                 missing,
+                folder=self._directory,
                 every_picture=self._every_picture,
                 last_look=self._last_look,
                 retries=self._retries,

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pirl.errors import EnvError
 from pirl.records import Context, Rollout
-from pirl.rollout.collect import CollectStats, collect, numbered
+from pirl.rollout.collect import CollectStats, numbered
+from pirl.rollout.hosts import collect_together
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 
@@ -118,12 +120,17 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     on_rollout: Callable[[Rollout], None] = lambda rollout: None,
     stats: CollectStats | None = None,
+    folder: Path | None = None,
 ) -> Evaluation:
-    """Run every context once. The same policy, key and contexts give the same result."""
+    """Run every context once. The same policy, key and contexts give the same result.
+
+    Several processes share the contexts, and their episodes through `folder`.
+    """
     stats = CollectStats() if stats is None else stats
     jobs = numbered(contexts)
     trials: dict[int, Trial] = {}
-    for rollout in collect(pool, policy, jobs, every_picture=every_picture, retries=retries, stop=stop, stats=stats):
+    settings = {"every_picture": every_picture, "retries": retries}
+    for rollout in collect_together(pool, policy, jobs, folder=folder, stop=stop, stats=stats, **settings):
         on_rollout(rollout)
         trials[rollout.number] = Trial(
             context=rollout.context,

@@ -16,6 +16,8 @@ from pirl.files import read_arrays, write_arrays
 from pirl.names import EPISODE_FILE
 from pirl.records import Array, Context, Episode, Rollout
 
+ROLLOUTS = "rollouts"
+"""In a run's folder: episodes of collections and evaluations under way."""
 _EPISODE = ("state", "actions", "rewards", "terminated", "truncated", "intended")
 
 

@@ -25,11 +25,13 @@ from pirl.models import pi0
 from pirl.models.config import Pi0Config
 from pirl.models.params import Params
 from pirl.names import NORM_STATS_FILE
+from pirl.parallel.distributed import is_main
 from pirl.parallel.sharding import data_sharding, sharded_shapes
 from pirl.paths import lerobot_home
 from pirl.records import EpisodeSource
 from pirl.rollout.collector import Collector
 from pirl.rollout.curriculum import Curriculum
+from pirl.rollout.files import ROLLOUTS
 from pirl.rollout.make_pool import make_pool
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
@@ -87,7 +89,7 @@ def build_acting(
             replay = ReplayBuffer(cameras=config.cameras, **limits)
         if config.agent.uses_dataset:
             loader = parts.enter_context(build_loader(config, transform, mesh, replay))
-        if config.acts and pool is not None and config.rollout.record is not None:
+        if config.acts and pool is not None and config.rollout.record is not None and is_main():
             folder = dataset_folder(config.rollout.record)
             recorder = parts.enter_context(
                 RolloutRecorder(folder, info=pool.info, robot=config.robot, existing="append")
@@ -122,12 +124,6 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
         raise ConfigError(
             f"{config.name} has no environment",
             hint="name one: --env.type Aloha; without a simulator, measure on episodes: pirl eval CHECKPOINT --data",
-        )
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"{jax.process_count()} processes train together, and one of them alone can act",
-            hint="act with one process on any number of devices (rollout.backend ray for environments elsewhere), "
-            "or train offline on the episodes `pirl record` wrote",
         )
     pool = make_pool(config.env, config.rollout)
     if pool.info.robot != config.data.robot:
@@ -252,9 +248,9 @@ def build_stream(
         pool,
         policy or build_collecting_policy(config, agent, transform),
         key=_key(config, "collect"),
-        directory=config.run_dir / "rollouts",
+        directory=config.run_dir / ROLLOUTS,
         retries=config.rollout.retries,
-        every_picture=replay is not None and bool(config.cameras),
+        every_picture=config.rollout.record is not None or (replay is not None and bool(config.cameras)),
         last_look=config.agent.groups is not None and config.agent.groups.last_look,
         recorder=recorder,
     )

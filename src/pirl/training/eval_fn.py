@@ -16,7 +16,9 @@ from pirl.config import RLTrainConfig
 from pirl.data.transforms import Transform
 from pirl.envs.env import RawObservation
 from pirl.errors import ConfigError
+from pirl.parallel.distributed import Meeting
 from pirl.rollout.collector import Say
+from pirl.rollout.hosts import weights_to_act
 from pirl.rollout.policy import ChunkPolicy
 
 GROUP = "eval_fn"
@@ -40,7 +42,8 @@ class Snapshot:
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
         """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
-        return self.policy.use(self.state, jax.random.key(seed)).plan({0: observation}, {0: (0, 0)})[0]
+        policy = self.policy.use(weights_to_act(self.state), jax.random.key(seed))
+        return policy.plan({0: observation}, {0: (0, 0)})[0]
 
 
 EvalFn = Callable[[Snapshot], Mapping[str, float]]
@@ -64,14 +67,16 @@ class UserEvaluation:
     def __call__(self, state: TrainState, step: int, say: Say = lambda _: None) -> dict[str, float]:
         """Its numbers, for the log."""
         say(f"calling {_name(self._function)}")
-        policy = self._policy.use(state, jax.random.key(0))
+        policy = self._policy.use(weights_to_act(state), jax.random.key(0))
         try:
             found = self._function(
                 Snapshot(step=step, state=state, agent=self._agent, config=self._config, policy=policy)
             )
         finally:
             self._policy.use(None, jax.random.key(0))
-        return checked(found, _name(self._function))
+        metrics = checked(found, _name(self._function))
+        # Training may react to them, and clocks and sums differ between hosts: those of process 0 count.
+        return metrics if jax.process_count() == 1 else Meeting("eval_fn").gather(metrics)[0]
 
 
 def checked(found: Any, name: str) -> dict[str, float]:

@@ -11,12 +11,15 @@ import jax
 from pirl.agents.agent import TrainState
 from pirl.envs.env import RobotEnv
 from pirl.errors import PirlWarning
+from pirl.parallel.distributed import is_main
 from pirl.records import Context, Rollout
 from pirl.rollout.collector import Say
 from pirl.rollout.config import EvalConfig
 from pirl.rollout.contexts import fixed_contexts
 from pirl.rollout.evaluate import evaluate
+from pirl.rollout.files import ROLLOUTS
 from pirl.rollout.films import STRIP, Highlights, write_films
+from pirl.rollout.hosts import weights_to_act
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 from pirl.training.held_out import HeldOut
@@ -101,16 +104,23 @@ class Evaluator:
         """Success rate and more, for the log."""
         say(f"evaluating {self._config.episodes} episodes")
         try:
-            policy = self._policy.use(state, self._key)
+            policy = self._policy.use(weights_to_act(state), self._key)
             seen = Highlights(self._config.films)
-            found = evaluate(self._pool, policy, self.contexts, retries=self._retries, on_rollout=seen.add)
+            found = evaluate(
+                self._pool,
+                policy,
+                self.contexts,
+                retries=self._retries,
+                on_rollout=seen.add,
+                folder=self._folder and self._folder / ROLLOUTS,
+            )
         finally:
             self._policy.use(None, self._key)
         metrics = found.metrics()
         solved = {trial.context: trial.success for trial in found.trials if trial.error is None}
         self.shown = Shown(states=states(self._solved, solved))
         self._solved = solved
-        if self._folder is not None and seen.rollouts:
+        if self._folder is not None and seen.rollouts and is_main():
             say("filming")
             self.shown = replace(self.shown, **self._film(seen.rollouts, self._folder / FOLDER / str(step)))
         say(f"success {metrics['eval/success_rate']:.2f}")

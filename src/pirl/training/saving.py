@@ -5,6 +5,7 @@ from itertools import chain
 
 from pirl.agents.agent import Agent, TrainState
 from pirl.checkpoints.run import Checkpoints
+from pirl.parallel.distributed import barrier, is_main
 from pirl.processes import return_freed_memory
 from pirl.training.early_stop import Patience
 from pirl.training.interrupt import StopRequest
@@ -30,12 +31,15 @@ class Saver:
         pending = self.log.pending()
         check_finite(pending, step=step)
         check_state(state, step=step)
-        position = {"step": step, "stream": self.stream.state(), "pending": pending, "patience": self.patience.state()}
+        stream = self.stream.state() if is_main() else {}  # it writes episodes, once for all processes
+        position = {"step": step, "stream": stream, "pending": pending, "patience": self.patience.state()}
         position["closing"] = self.log.closing
         served = self.agent.served(state)
         if not self.checkpoints.save(step, state, extra=position, metrics=values, weights=served):
             self.checkpoints.amend(step, position)  # the same weights, and more that was collected with them
-        self.stream.prune(kept["stream"] for kept in chain([position], self.checkpoints.extras()))
+        if is_main():
+            self.stream.prune(kept["stream"] for kept in chain([position], self.checkpoints.extras()))
+        barrier("pruned")  # nobody writes episodes while others are deleted
         return_freed_memory()
 
     def leave(self, state: TrainState, step: int, values: dict[str, float] | None) -> str:
@@ -53,4 +57,5 @@ class Saver:
     def finish(self) -> None:
         """Wait for pending writes, and delete files that no checkpoint needs."""
         self.checkpoints.wait()
-        self.stream.prune(kept["stream"] for kept in self.checkpoints.extras())
+        if is_main():
+            self.stream.prune(kept["stream"] for kept in self.checkpoints.extras())

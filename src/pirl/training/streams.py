@@ -19,7 +19,8 @@ from pirl.data.replay import ReplayBuffer, prune
 from pirl.data.transforms import flatten
 from pirl.envs.env import RawObservation
 from pirl.errors import EnvError
-from pirl.records import Context, Episode, Rollout
+from pirl.parallel.distributed import host_slice
+from pirl.records import Array, Context, Episode, Rollout
 from pirl.rollout.collect import Job, numbered
 from pirl.rollout.collector import Collector, Say, Stop
 from pirl.rollout.config import OnlineConfig
@@ -307,13 +308,14 @@ class GroupStream:
         for epoch in range(0 if rows is None else self._plan.epochs):
             rng = np.random.default_rng([self._seed, 2, step, epoch])
             for chosen, weight in minibatches(len(rows), self._batch_size, rng):  # type: ignore[arg-type]
-                yield self._batch(rows.batch(chosen, weight, fresh=fresh))  # type: ignore[union-attr]
+                yield self._batch(rows, chosen, weight, fresh=fresh)  # type: ignore[arg-type]
                 fresh = False
                 if self._moved_far:
                     return
 
-    def _batch(self, rows: dict[str, Any]) -> Any:
-        batch: Any = put_on_devices(rows, self._sharding)
+    def _batch(self, rows: PlanRows, chosen: Array, weight: Array, *, fresh: bool) -> Any:
+        chosen, weight = host_slice((chosen, weight), self._sharding.mesh)
+        batch: Any = put_on_devices(rows.batch(chosen, weight, fresh=fresh), self._sharding)
         if self._demonstrations is not None:
             demos = self._demonstrations.sample_batch()
             batch["demos"] = {name: demos[name] for name in ("observations", "actions", "valid")}
@@ -334,7 +336,7 @@ class GroupStream:
         columns = [*lesson.columns, *lesson.constants, *lesson.of_plans]
         rows = first_rows(self._collector.policy, observation, self._horizon, columns, self._agent.notes)
         chosen = np.zeros(self._batch_size, np.int64)
-        return self._batch(rows.batch(chosen, np.ones(self._batch_size, np.float32), fresh=True))
+        return self._batch(rows, chosen, np.ones(self._batch_size, np.float32), fresh=True)
 
     def state(self) -> dict[str, Any]:
         """The counters, the curriculum, the position in the demonstrations, and a collection under way."""
