@@ -131,10 +131,10 @@ ACRLPD = ACRLPDConfig(
 ONLINE = OnlineConfig(start_step=2, episodes=9, updates_per_step=0.06)
 
 
-def online_run(folder: Path, **changes: Any) -> RLTrainConfig:
+def online_run(folder: Path, agent: ACRLPDConfig = ACRLPD, **changes: Any) -> RLTrainConfig:
     """Two steps offline; then nine walks whenever it has trained a step for every sixteen that were walked."""
     own = dict(env=ENV, rollout=ROLLOUT, online=ONLINE, num_train_steps=8, log_interval=1)
-    return small_run(folder, ACRLPD, **(own | changes))
+    return small_run(folder, agent, **(own | changes))
 
 
 def saving(config: RLTrainConfig, **changes: Any) -> RLTrainConfig:
