@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collecting_runs import ACRLPD, VARIABLE, online_run, ript_run, saving, traced_once
+from collecting_runs import ACRLPD, ROLLOUT, VARIABLE, online_run, ript_run, saving, traced_once
 from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.rollout.config import EvalConfig
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import jax
 
-from collecting_runs import ACRLPD, VARIABLE, traced_once
+from collecting_runs import ACRLPD, ROLLOUT, VARIABLE, online_run, ript_run, saving, traced_once
 from pirl import recipes
 from pirl.parallel import distributed, sharding
 from pirl.rollout import hosts
@@ -58,13 +58,13 @@ SHARED = {"ript": 4, "online": 2}
 
 def configuration(kind: str, folder: Path, **changes: Any) -> RLTrainConfig:
     """Plain gradient descent: Adam would blow the last bits of a vanishing gradient up to a whole step."""
-    plain: dict[str, Any] = dict(
-        policy_optimizer=SGD(), critic_optimizer=SGD(), critic_schedule=ConstantSchedule(lr=0.02)
-    )
+    rate = ConstantSchedule(lr=0.02)
+    own: dict[str, Any] = dict(policy_optimizer=SGD(), critic_optimizer=SGD(), policy_schedule=rate)
+    own |= dict(critic_schedule=rate, rollout=replace(ROLLOUT, num_envs=2))
+    own |= dict(evaluation=EvalConfig(interval=2, episodes=5, films=int(kind == "online")))
     if kind == "online":  # which half of the episodes a critic learns from hangs on the last bit of their actions
-        plain["agent"] = replace(ACRLPD, members="all")
-    config = KINDS[kind](folder, policy_schedule=ConstantSchedule(lr=0.02), **plain)
-    return replace(config, exp_name=kind, evaluation=EvalConfig(interval=2, episodes=5, films=1), **changes)
+        own["agent"] = replace(ACRLPD, members="all")
+    return KINDS[kind](folder, exp_name=kind, **(own | changes))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,8 @@ class Together:
         for name, config in runs.items():
             counters[name].touch()
             write_yaml(folder / f"{name}.yaml", config)
-        trouble = {"stopped": f"{counters['stopped']}|terminate:16:17", "killed": f"{counters['killed']}|kill:30:31"}
+        # Episode 18 begins in the second iteration, when another one of its process is over.
+        trouble = {"stopped": f"{counters['stopped']}|terminate:18:19", "killed": f"{counters['killed']}|kill:18:19"}
         plan = json.dumps({name: trouble.get(name, "") for name in runs})
         paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), VARIABLE: ""}
         children = start_together(["-c", PROCESS, str(folder), plan], 2, devices=2, environment=paths, logs=folder)
@@ -148,22 +149,20 @@ def test_process_0_alone_writes(together: Together) -> None:
         config = together.configs[kind]
         assert list((config.run_dir / "rollouts").glob("*")) == []
         assert len({line["step"] for line in records(config.run_dir)}) > 3
-        assert (config.run_dir / "films" / "2" / "filmstrip.png").exists()
+    assert (together.configs["online"].run_dir / "films" / "2" / "filmstrip.png").exists()
     replay = position_of(together.configs["online"])["stream"]["replay"]["episodes"]
     assert len(list((together.configs["online"].run_dir / "replay").iterdir())) == len(replay)
 
 
 def test_one_is_asked_to_stop_while_they_collect(together: Together, alone: dict[str, RLTrainConfig]) -> None:
-    """All stop, the episodes of both are saved, and one process goes on with them."""
+    """All stop, what was finished is saved, and one process goes on with it."""
     config = together.configs["stopped"]
     assert [report["stopped"]["code"] for report in together.reports] == [130, 130]
     position = position_of(config)
     finished = position["stream"]["collector"]["rollouts"]
-    assert position["step"] < config.num_train_steps
+    assert position["step"] == 1
     assert {path.name for path in (config.run_dir / "rollouts").iterdir()} == set(finished)
-    numbers = {int(name.split("-")[0]) for name in finished}
-    own = [numbers & set(report["stopped"]["acted"][-1]) for report in together.reports]
-    assert all(own)
+    assert finished
     go_on(config)
     assert_same_run(config, alone["ript"])
 
@@ -174,7 +173,7 @@ def test_one_is_killed_while_they_collect(together: Together, alone: dict[str, R
     (survivor,) = [index for index, code in enumerate(together.codes) if code != -signal.SIGKILL]
     assert together.codes[survivor] not in (0, 130)
     assert any(text in together.said[survivor] for text in ("lost another one", "another task died"))
-    assert 0 < steps_of(config)[-1] < config.num_train_steps
+    assert steps_of(config) == [1]
     go_on(config)
     assert_same_run(config, alone["ript"])
 

@@ -104,7 +104,7 @@ def _in_words(failure: Exception | None) -> tuple[int, str, str] | None:
     return (kind, failure.message, failure.hint) if isinstance(failure, PirlError) else (kind, repr(failure), "")
 
 
-def _end_together(own: Exception | None, failures: Sequence[tuple[int, str, str] | None]) -> None:
+def _end_together(own: Exception | None, failures: Sequence[Sequence[Any] | None]) -> None:
     """Raise the worst of the failures on every process, so that all of them go the same way."""
     told = [(process, *failure) for process, failure in enumerate(failures) if failure is not None]
     if not told:
