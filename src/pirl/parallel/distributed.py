@@ -200,7 +200,7 @@ class Meeting:
     def stop(self, asked: bool) -> bool:
         """Whether any process was asked to stop; `asked` tells the others that this one was."""
         if asked:
-            self._client.key_value_set(f"{self._place}stop/", "", allow_overwrite=True)
+            self._client.key_value_set(f"{self._place}stop/asked", "", allow_overwrite=True)
         return bool(self._client.key_value_dir_get(f"{self._place}stop"))
 
     def gather(self, word: Any, *, meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
