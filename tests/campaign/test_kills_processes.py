@@ -2,35 +2,38 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from collecting_runs import VARIABLE, online_run, ript_run, saving
 from pirl.agents.config import BCConfig
 from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
+from several_processes import start_together
 from small_runs import small_run, steps_of
 
 pytestmark = pytest.mark.skipif(not os.environ.get("CAMPAIGN"), reason="takes a minute: make campaign")
 
 
-def start(file: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pirl", "train", str(file), "--resume", "auto", *words]
-    log = (file.parent / f"{environment.get('JAX_PROCESS_ID', 'alone')}.log").open("w")
-    return subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+def start(file: Path, processes: int, *words: str, **environment: str) -> list[subprocess.Popen[str]]:
+    command = ["-m", "pirl", "train", str(file), "--resume", "auto", *words]
+    return start_together(command, processes, environment=environment, logs=file.parent)
 
 
-def start_two(file: Path) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
-    return [start(file, **together, JAX_PROCESS_ID=str(index)) for index in (0, 1)]
+def check_the_other(children: list[subprocess.Popen[str]], victim: int, folder: Path) -> None:
+    """It ends within a minute and says why."""
+    code = children[1 - victim].wait(60)
+    said = (folder / f"{1 - victim}.log").read_text()
+    assert code not in (0, 130)
+    # Without process 0 there is no service through which processes hear of each other; jax itself then ends those that
+    # wait, as it does with one that is busy with something else.
+    assert any(text in said for text in ("lost another one", "another task died")), said[-3000:]
 
 
 def wait_for_step(config: RLTrainConfig, children: list[subprocess.Popen[str]]) -> None:
@@ -46,19 +49,38 @@ def test_the_others_end_within_a_minute_and_the_run_goes_on(victim: int, tmp_pat
     config = small_run(tmp_path / "runs", BCConfig(), num_train_steps=10**6)
     config = replace(config, checkpoint=replace(config.checkpoint, save_interval=20, keep_last=2))
     file = write_yaml(tmp_path / "run.yaml", config)
-    children = start_two(file)
+    children = start(file, 2)
     try:
         wait_for_step(config, children)
         children[victim].send_signal(signal.SIGKILL)
-        code = children[1 - victim].wait(60)
+        check_the_other(children, victim, tmp_path)
     finally:
         for child in children:
             child.kill()
-    said = (tmp_path / f"{1 - victim}.log").read_text()
-    assert code != 0
-    # With process 0 the service is gone through which processes hear of each other, and jax itself ends the others.
-    words = ("lost another one", "another task died") if victim == 0 else ("lost another one",)
-    assert any(text in said for text in words), said[-3000:]
     reached = steps_of(config)[-1]
-    assert start(file, "--max-steps", str(reached + 3)).wait(300) == 0, (tmp_path / "alone.log").read_text()[-3000:]
+    (alone,) = start(file, 1, "--max-steps", str(reached + 3))
+    assert alone.wait(300) == 0, (tmp_path / "0.log").read_text()[-3000:]
     assert steps_of(config)[-1] == reached + 3
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("make", [ript_run, online_run])
+def test_killed_while_collecting_it_goes_on_with_fewer_or_more(make: Any, processes: int, tmp_path: Path) -> None:
+    config = saving(make(tmp_path / "runs"), save_interval=1, async_save=False)
+    file = write_yaml(tmp_path / "run.yaml", config)
+    (tmp_path / "episodes").touch()
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    children = start(file, 2, **paths, **{VARIABLE: f"{tmp_path / 'episodes'}|kill:20:21"})
+    try:
+        while all(child.poll() is None for child in children):
+            time.sleep(0.1)
+        (victim,) = [index for index, child in enumerate(children) if child.poll() is not None]
+        assert children[victim].returncode == -signal.SIGKILL, (tmp_path / f"{victim}.log").read_text()[-3000:]
+        check_the_other(children, victim, tmp_path)
+    finally:
+        for child in children:
+            child.kill()
+    assert 0 < steps_of(config)[-1] < config.num_train_steps
+    children = start(file, processes, **paths)
+    assert [child.wait(300) for child in children] == [0] * processes, (tmp_path / "0.log").read_text()[-3000:]
+    assert steps_of(config)[-1] == config.num_train_steps

@@ -1,10 +1,7 @@
 """One device, eight devices, two processes of four: the same run, the same weights, and a fair share for each."""
 
 import json
-import os
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +15,7 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import write_yaml
 from pirl.training.config import SGD, ConstantSchedule, MeshConfig
 from pirl.training.loop import train
+from several_processes import start_together
 from small_runs import assert_close, compiled_once, records, restored, small_run, steps_of
 
 PROCESS = """
@@ -135,27 +133,8 @@ def start(folder: Path, processes: int, runs: tuple[str, ...]) -> Group:
     configs = configurations(folder / "runs")
     for name, config in configs.items():
         write_yaml(folder / f"{name}.yaml", config)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // processes}"
-    children = []
-    for index in range(processes):
-        place = {
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": str(processes),
-            "JAX_PROCESS_ID": str(index),
-        }
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        children.append(
-            subprocess.Popen(
-                [sys.executable, "-c", PROCESS, str(folder), *runs],
-                env=environment | (place if processes > 1 else {}),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    command = ["-c", PROCESS, str(folder), *runs]
+    children = start_together(command, processes, devices=8 // processes)
     return Group(folder, configs, children)
 
 

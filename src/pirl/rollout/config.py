@@ -14,7 +14,7 @@ class RolloutConfig(Checked):
     backend: Literal["local", "process", "ray"] = "local"
     """Where environments run: in this process, in worker processes, or on a Ray cluster."""
     num_envs: Count = 16
-    """Parallel environments: the policy's batch size."""
+    """Parallel environments of each process: the policy's batch size."""
     num_workers: Count = 2
     """Worker processes or Ray actors."""
     worker_timeout: Positive = 120.0
