@@ -63,7 +63,11 @@ def collect_together(
             yield rollout
     except Exception as error:
         failure = error
-    names = save_rollouts(folder, mine)
+    names: list[str] = []
+    try:
+        names = save_rollouts(folder, mine)
+    except OSError as error:  # a full disk
+        failure = error
     lost = [(job.number, reason) for job, reason in stats.lost[given_up:]]
     word = {"episodes": names, "lost": lost, "failure": _in_words(failure)}
     words = meeting.gather(word, meanwhile=lambda: meeting.stop(stop()))
