@@ -109,7 +109,7 @@ def test_all_get_all_episodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_what_one_loses_all_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     jobs = [*JOBS, Job(48, Context("raise", 3))]
-    with pytest.warns(PirlWarning, match="going on without it"):
+    with pytest.warns(PirlWarning, match="continuing without it"):
         results = together(monkeypatch, tmp_path, jobs)
     for found, stats, error in results:
         assert error is None

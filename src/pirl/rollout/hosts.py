@@ -32,6 +32,7 @@ def weights_to_act(state: Any) -> Any:
     """The weights on the devices of this process, without what acting never reads. With one process, the state."""
     if jax.process_count() == 1:
         return state
+    barrier("weights")  # a first collective waits for other processes only briefly
     return on_this_host(replace(state, opt={}, target={}) if isinstance(state, TrainState) else state)
 
 

@@ -32,7 +32,8 @@ class Snapshot:
     step: int
     """Steps so far; 0 before training."""
     state: TrainState
-    """All weights. Lent: do not keep it, the next update takes its memory."""
+    """All weights; on several hosts those that act, on the devices of this process. Lent: do not keep it, the next update
+    takes its memory."""
     agent: Agent
     """The algorithm."""
     config: RLTrainConfig
@@ -42,8 +43,7 @@ class Snapshot:
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
         """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
-        policy = self.policy.use(weights_to_act(self.state), jax.random.key(seed))
-        return policy.plan({0: observation}, {0: (0, 0)})[0]
+        return self.policy.use(self.state, jax.random.key(seed)).plan({0: observation}, {0: (0, 0)})[0]
 
 
 EvalFn = Callable[[Snapshot], Mapping[str, float]]
@@ -67,7 +67,8 @@ class UserEvaluation:
     def __call__(self, state: TrainState, step: int, say: Say = lambda _: None) -> dict[str, float]:
         """Its numbers, for the log."""
         say(f"calling {_name(self._function)}")
-        policy = self._policy.use(weights_to_act(state), jax.random.key(0))
+        state = weights_to_act(state)
+        policy = self._policy.use(state, jax.random.key(0))
         try:
             found = self._function(
                 Snapshot(step=step, state=state, agent=self._agent, config=self._config, policy=policy)

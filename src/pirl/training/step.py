@@ -13,10 +13,14 @@ import jax
 from pirl.agents.agent import Agent, TrainState
 from pirl.models.params import flatten
 from pirl.models.policy import Optimised
+from pirl.parallel.distributed import barrier
 from pirl.parallel.placement import batch_on
 from pirl.parallel.sharding import data_sharding, replicated, state_shardings
 from pirl.processes import return_freed_memory
 from pirl.training import compiler
+
+COMPILE_SECONDS = 3600
+"""Compile times of processes may differ by this much: some find the program in a cache."""
 
 
 class Step:
@@ -69,6 +73,7 @@ class Step:
         changing, frozen = self._split(state)
         if not (program or self._compiled):
             self._say(self._ahead.result() if self._ahead else 0.0, self._compile(changing, frozen, batch, key))
+            barrier("compiled", timeout=COMPILE_SECONDS)  # a first collective waits for other processes only briefly
             return_freed_memory()
         changing, metrics = (program or self._program)(changing, frozen, batch, key)
         return jax.tree.unflatten(self._structure, self._joined(changing, frozen)), metrics
