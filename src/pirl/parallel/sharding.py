@@ -6,6 +6,7 @@ target lie exactly where the parameter does; small arrays, the critic's among th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -95,20 +96,31 @@ def on_this_host(tree: Any) -> Any:
     """
     if jax.process_count() == 1:
         return tree
-    gathering = make_mesh(jax.local_device_count())
-    gathered: dict[int, jax.Array] = {}  # frozen weights are in a state several times
+    arrays: list[jax.Array] = jax.tree.leaves(tree)
+    apart = list({id(array): array for array in arrays if _is_apart(array)}.values())  # a state has frozen ones twice
+    shardings = state_shardings(make_mesh(jax.local_device_count()), apart)
+    # In one program: processes could begin several in another order, and exchange the wrong arrays.
+    gathered = _gather_to(tuple(shardings))(apart) if apart else []
+    whole = {id(array): found for array, found in zip(apart, gathered, strict=True)}
+    return jax.tree.unflatten(jax.tree.structure(tree), [_local(whole.get(id(array), array)) for array in arrays])
 
-    def local(array: jax.Array) -> jax.Array:
-        mesh, spec = array.sharding.mesh, array.sharding.spec  # type: ignore[attr-defined]
-        if any(spec) and mesh.local_mesh.shape[FSDP_AXIS] < mesh.shape[FSDP_AXIS]:
-            if id(array) not in gathered:
-                gathered[id(array)] = local(jax.device_put(array, state_shardings(gathering, array)))
-            return gathered[id(array)]
-        parts = [shard.data for shard in array.addressable_shards]
-        here = NamedSharding(mesh.local_mesh, spec)
-        return jax.make_array_from_single_device_arrays(array.shape, here, parts)
 
-    return jax.tree.map(local, tree)
+@lru_cache
+def _gather_to(shardings: tuple[NamedSharding, ...]) -> Any:
+    return jax.jit(lambda arrays: arrays, out_shardings=list(shardings))
+
+
+def _is_apart(array: Any) -> bool:
+    """Whether an array is split over more devices than those of this process."""
+    mesh = array.sharding.mesh
+    return any(array.sharding.spec) and mesh.local_mesh.shape[FSDP_AXIS] < mesh.shape[FSDP_AXIS]
+
+
+def _local(array: Any) -> jax.Array:
+    """The shards of this process as an array."""
+    sharding = NamedSharding(array.sharding.mesh.local_mesh, array.sharding.spec)
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def check_batch(batch_size: int, mesh: Mesh) -> None:

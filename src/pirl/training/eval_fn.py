@@ -32,8 +32,8 @@ class Snapshot:
     step: int
     """Steps so far; 0 before training."""
     state: TrainState
-    """All weights; on several hosts those that act, on the devices of this process. Lent: do not keep it, the next update
-    takes its memory."""
+    """All weights; on several hosts those that act, on the devices of this process. Lent: do not keep it, the next
+    update takes its memory."""
     agent: Agent
     """The algorithm."""
     config: RLTrainConfig
