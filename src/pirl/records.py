@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
+from pirl.names import TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK
+
 Array = np.ndarray
 
 DEMONSTRATED, AUTONOMOUS, BLAMED, CORRECTED = range(4)
@@ -107,6 +109,13 @@ class Observations(TypedDict, total=False):
     tokenized_prompt_mask: Bool[Array, "B L"]
 
 
+class Prompts(TypedDict):
+    """V prompts of each observation, which differ in the text after the instruction."""
+
+    tokenized_prompt: Int[Array, "B V L"]
+    tokenized_prompt_mask: Bool[Array, "B V L"]
+
+
 class ChunkBatch(TypedDict, total=False):
     """A Q-chunking batch: B chunks of H actions with their outcomes. A plain dict, hence a pytree."""
 
@@ -142,6 +151,12 @@ class ChunkBatch(TypedDict, total=False):
     steps outside the episode repeat the last one."""
     episode: Int[Array, "B"]
     """An identifier of the episode, a function of its actions alone."""
+    task: Int[Array, "B"]
+    """An identifier of the instruction within the dataset. For algorithms that judge each task by itself."""
+    task_steps: Int[Array, "B"]
+    """Steps of the longest episode with that instruction."""
+    suffixed_prompts: Prompts
+    """The prompts of `observations` with further text after the instruction, for algorithms with `prompt_suffixes`."""
 
 
 class Spec(NamedTuple):
@@ -188,14 +203,25 @@ def observation_spec(sizes: BatchSizes) -> BatchSpec:
         "state": Spec((size, sizes.state_dim), "float32"),
     }
     if sizes.token_len:
-        spec["tokenized_prompt"] = Spec((size, sizes.token_len), "int32")
-        spec["tokenized_prompt_mask"] = Spec((size, sizes.token_len), "bool")
+        spec[TOKENIZED_PROMPT] = Spec((size, sizes.token_len), "int32")
+        spec[TOKENIZED_PROMPT_MASK] = Spec((size, sizes.token_len), "bool")
     return spec
 
 
-def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True, corrections: bool = False) -> BatchSpec:
-    """The spec of `ChunkBatch`."""
+def chunk_spec(
+    sizes: BatchSizes,
+    *,
+    next_observations: bool = True,
+    corrections: bool = False,
+    tasks: bool = False,
+    suffixes: int = 0,
+) -> BatchSpec:
+    """The spec of `ChunkBatch`; `suffixes` is the number of prompts with text after the instruction."""
     size, observations = sizes.batch, observation_spec(sizes)
+    prompts = {
+        TOKENIZED_PROMPT: Spec((size, suffixes, sizes.token_len), "int32"),
+        TOKENIZED_PROMPT_MASK: Spec((size, suffixes, sizes.token_len), "bool"),
+    }
     steps, number = Spec((size, sizes.horizon), "float32"), Spec((size,), "float32")
     return {
         "observations": observations,
@@ -206,6 +232,8 @@ def chunk_spec(sizes: BatchSizes, *, next_observations: bool = True, corrections
         **dict.fromkeys(("next_terminal", "sequence_mask", "reward_sum", "mc_return"), number),
         **dict.fromkeys(("length", "episode"), Spec((size,), "int32")),
         **({"acted_by": Spec((size, sizes.horizon), "int32")} if corrections else {}),
+        **(dict.fromkeys(("task", "task_steps"), Spec((size,), "int32")) if tasks else {}),
+        **({"suffixed_prompts": prompts} if suffixes else {}),
     }
 
 

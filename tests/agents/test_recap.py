@@ -12,26 +12,34 @@ import optax
 import pytest
 
 import naive_acrlpd as naive
+from pirl.agents import by_task, ensemble
 from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.agent import Agent, TrainState
 from pirl.agents.filtered import RATE as FILTER_RATE
 from pirl.agents.filtered import Filtered
 from pirl.agents.learner import Learner
 from pirl.agents.objectives import moving_quantile
-from pirl.agents.recap import RATE, RECAP
+from pirl.agents.recap import RECAP
+from pirl.build import build_agent
 from pirl.errors import ConfigError
+from pirl.models import flow
 from pirl.models.config import MLPFlowConfig
-from pirl.models.critic import make_critic
+from pirl.models.critic import CriticInputs, make_critic
 from pirl.models.critic_config import CriticConfig
 from pirl.models.mlp import MLPFlow
 from pirl.models.observation import Observation
+from pirl.models.pi0 import Pi0
+from pirl.recipes import get_config
 from pirl.records import AUTONOMOUS, BLAMED, CORRECTED
+from small_pi0 import BATCH, SMALL, observation, weights
 
 SIZE, HORIZON, DIM, REAL, CRITIC_HORIZON, STATE, DRAWS = 8, 3, 3, 2, 2, 4, 2
 POLICY = MLPFlow(MLPFlowConfig(state_dim=STATE, action_dim=DIM, horizon=HORIZON, hidden=(6,)))
 POLICY_RATE, CRITIC_RATE, DECAY, DROPOUT, SHARE, DISCOUNT = 0.3, 0.2, 0.7, 0.3, 0.4, 0.8
 CONDITION_RATE = 3.0
 KEY = jax.random.key(3)
+EPISODE = np.array([3, 3, 8, 11, 12, 13, 21, 22])
+TASK = np.array([0, 1, 0, 0, 1, 0, 1, 2])
 NAIVE: Any = SimpleNamespace(
     loss="hl_gauss",
     low=0.0,
@@ -46,8 +54,11 @@ NAIVE: Any = SimpleNamespace(
 
 
 @functools.cache
-def make(*, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0, heed: bool = False) -> RECAP:
+def make(
+    *, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0, heed: bool = False, folds: int = 2, **settings: Any
+) -> RECAP:
     config = RECAPConfig(
+        folds=folds,
         discount=DISCOUNT,
         positive_share=SHARE,
         condition_dropout=DROPOUT,
@@ -58,9 +69,10 @@ def make(*, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0, heed: b
         flow_draws=DRAWS,
         policy_ema_decay=DECAY,
         accumulate=accumulate,
+        **settings,
     )
     critic = make_critic(
-        CriticConfig(hidden=(5, 4), bins=14),
+        CriticConfig(hidden=(5, 4), bins=14, num_critics=max(folds, 2)),
         feature_width=None,
         state_dim=STATE,
         real_action_dim=REAL,
@@ -76,13 +88,19 @@ def make(*, accumulate: int = 1, guidance: float = 1.0, warmup: int = 0, heed: b
     )
 
 
+def remembered() -> by_task.Recent:
+    """Advantages of the past: of task 0 around -0.1, of task 1 around 0.2, of task 2 none."""
+    past, tasks = jnp.asarray([-0.3, -0.1, 0.4, 0.1, 0.2, 0.3]), jnp.asarray([0, 0, 0, 1, 1, 1])
+    return by_task.added(by_task.fresh(), tasks, past)
+
+
 @functools.cache
-def make_state() -> TrainState:
+def make_state(folds: int = 2) -> TrainState:
     """In the middle of a run: weights, averages and conditions all differ, so none can stand for another."""
-    shapes, rng = jax.eval_shape(make().init, KEY), np.random.default_rng(2)
+    shapes, rng = jax.eval_shape(make(folds=folds).init, KEY), np.random.default_rng(2)
     filled = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), (shapes.params, shapes.ema))
     opt = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.opt)
-    scalars = {"quantile": jnp.float32(-0.1)}
+    scalars = {"advantages": remembered()}
     return replace(shapes, step=jnp.int32(5), params=filled[0], ema=filled[1], opt=opt, scalars=scalars)
 
 
@@ -104,12 +122,13 @@ def make_batch() -> dict:
     acted_by[0], acted_by[1], acted_by[2], acted_by[3] = CORRECTED, CORRECTED, BLAMED, BLAMED
     acted_by[4, 1:] = CORRECTED
     more = {"length": np.array([2, 2, 2, 1, 2, 1, 1, 2]), "acted_by": acted_by}
+    more |= {"episode": EPISODE, "task": TASK, "task_steps": np.array([3, 9, 3, 3, 9, 3, 9, 5])}
     return cast | {name: jnp.asarray(column, jnp.int32) for name, column in more.items()}
 
 
 @functools.cache
 def updated(**settings: Any) -> tuple[TrainState, dict]:
-    return jax.jit(make(**settings).update)(make_state(), make_batch(), KEY)
+    return jax.jit(make(**settings).update)(make_state(settings.get("folds", 2)), make_batch(), KEY)
 
 
 def doubles(tree: Any) -> Any:
@@ -131,21 +150,37 @@ def shifted(policy: dict, vector: np.ndarray) -> dict:
     return policy | {"dense_0": first | {"bias": first["bias"] + vector}}
 
 
-@pytest.mark.parametrize("heed", [False, True])
-def test_one_update_is_numpys(heed: bool) -> None:
-    state, batch = make_state(), doubles(make_batch())
+LOW, HIGH, FAILURE = -0.2, 0.3, -0.5
+"""Rewards of each step, for values of returns that depend on how long a task is."""
+
+
+@pytest.mark.parametrize(
+    ("heed", "folds", "dense"), [(False, 2, False), (True, 1, False), (False, 3, True)], ids=["halves", "all", "dense"]
+)
+def test_one_update_is_numpys(heed: bool, folds: int, dense: bool) -> None:
+    rewards = dict(reward_low=LOW, reward_high=HIGH, reward_once=False, failure_reward=FAILURE) if dense else {}
+    settings = dict(heed=heed, folds=folds, **rewards)
+    state, batch = make_state(folds), doubles(make_batch())
+    low, high = np.zeros(SIZE), np.ones(SIZE)
+    if dense:
+        pays = (1 - DISCOUNT ** batch["task_steps"]) / (1 - DISCOUNT)
+        low, high = LOW * pays + FAILURE, HIGH * pays
+    learns = np.asarray(ensemble.learns(make_batch()["episode"], max(folds, 2), folds))
+    blind = np.ones_like(learns) if folds == 1 else ~learns
+    assert blind.any(0).all()
     policy, told, critic = (doubles(state.params[name]) for name in ("policy", "condition", "critic"))
     acting = doubles(state.ema["policy"])
     seen, after = batch["observations"]["state"], batch["next_observations"]["state"]
     nothing, noise = np.zeros((SIZE, CRITIC_HORIZON, REAL)), draws()
 
     def value(critic: dict, at: np.ndarray) -> np.ndarray:
-        return naive.members(NAIVE, critic, at, nothing).mean(0)
+        shares = naive.members(NAIVE, critic, at, nothing)
+        return low + (high - low) * (shares * blind).sum(0) / blind.sum(0)
 
     assert acting.keys() == policy.keys()  # MLPs have nothing to encode: s' is the state
     bootstrap = DISCOUNT ** batch["length"] * (1 - batch["next_terminal"]) * value(critic, after)
     advantage = batch["reward_sum"] + bootstrap - value(critic, seen)
-    better = advantage > -0.1
+    better = advantage > np.array([-0.1, 0.2, 0.0])[TASK]
     assert 0 < better.sum() < SIZE
     if heed:
         by_value, better = better, better.copy()
@@ -163,11 +198,12 @@ def test_one_update_is_numpys(heed: bool) -> None:
 
     def value_loss(critic: dict) -> float:
         known = np.isfinite(batch["mc_return"])
-        out = naive.outputs(NAIVE, critic, seen[known], nothing[known])
-        return naive.error(NAIVE, out, batch["mc_return"][known]).mean()
+        share = ((np.nan_to_num(batch["mc_return"]) - low) / (high - low)).clip(0, 1)
+        error = naive.error(NAIVE, naive.outputs(NAIVE, critic, seen, nothing), share)
+        return np.mean([one[rows].mean() for one, rows in zip(error, learns & known, strict=True)])
 
     grads = naive.gradient(loss, {"policy": policy, "condition": told})
-    new, metrics = updated(heed=heed)
+    new, metrics = updated(**settings)
     step = naive.mapped(lambda x, g: x - POLICY_RATE * g, {"policy": policy, "condition": told}, grads)
     close(new.params["policy"], step["policy"])
     moved = naive.mapped(lambda x, g: x - CONDITION_RATE * POLICY_RATE * g, told, grads["condition"])
@@ -178,8 +214,10 @@ def test_one_update_is_numpys(heed: bool) -> None:
     close(float(metrics["policy/loss"]), loss({"policy": policy, "condition": told}))
     close(float(metrics["value/loss"]), value_loss(critic))
     close(float(metrics["advantage/positive_share"]), better.mean())
-    latest = np.sort(advantage)[int((1 - SHARE) * (SIZE - 1))]
-    close(float(new.scalars["quantile"]), (1 - RATE) * -0.1 + RATE * latest)
+    for task, past in enumerate(([-0.3, -0.1, 0.4], [0.1, 0.2, 0.3], [])):
+        held = [*past, *advantage[task == TASK]]
+        close(new.scalars["advantages"].values[task, : len(held)], np.array(held))
+        assert new.scalars["advantages"].total[task] == len(held)
 
 
 def test_split_in_parts_it_is_the_same() -> None:
@@ -222,7 +260,9 @@ def test_it_learns_what_was_better() -> None:
         "reward_sum": good.astype(float),
         "mc_return": good.astype(float),
     }
-    cast = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch) | {"length": jnp.full(64, 2, jnp.int32)}
+    numbers = {"length": np.full(64, 2), "episode": np.arange(64), "task": np.zeros(64), "task_steps": np.full(64, 2)}
+    cast = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
+    cast |= {name: jnp.asarray(column, jnp.int32) for name, column in numbers.items()}
     policy = MLPFlow(MLPFlowConfig(state_dim=STATE, action_dim=DIM, horizon=HORIZON, hidden=(64,)))
     learner = Learner(tx=optax.adam(1e-2), ema_decay=0.9)
     agent = replace(make(), policy=policy, policy_learner=learner, critic_learner=Learner(tx=optax.adam(1e-2)))
@@ -238,6 +278,154 @@ def test_it_learns_what_was_better() -> None:
     assert (told > 0).mean() > 0.9
     assert 0.2 < (untold > 0).mean() < 0.8
     assert float(metrics["value/mean"]) == pytest.approx(good.mean(), abs=0.05)
+
+
+def test_no_value_that_judges_an_episode_has_seen_how_it_ended() -> None:
+    """One episode's outcome changed: the other members' view of it stays the same to the bit, whatever they learn."""
+    batch, episode = make_batch(), 4
+    told = batch | {"mc_return": batch["mc_return"].at[episode].set(0.9)}
+    clipped = Learner(tx=optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2)))
+    for folds, same in ((2, True), (3, True), (1, False)):
+        agent = replace(make(folds=folds), critic_learner=clipped, policy_learner=Learner(tx=optax.sgd(0.0)))
+        step = jax.jit(agent.update)
+
+        def labels(batch: dict, agent: RECAP = agent, step: Any = step) -> np.ndarray:
+            state = agent.init(KEY)
+            for i in range(5):
+                state, _ = step(state, batch, jax.random.fold_in(KEY, i))
+            inputs = CriticInputs.of(batch["observations"]["state"])
+            return np.asarray(agent.value.unseen(state.params["critic"], inputs, batch))
+
+        before, after = labels(batch), labels(told)
+        assert (before[episode] == after[episode]) is np.bool_(same)
+        assert (before != after).any()
+
+
+def test_an_easy_task_does_not_take_all_the_praise() -> None:
+    """Two tasks, of which one returns more: 40 % of each are better, and not those of the easy one alone."""
+    rng = np.random.default_rng(0)
+    recent, alone = by_task.fresh(), by_task.fresh()
+    for _ in range(40):
+        task = jnp.asarray(rng.random(32) < 0.25, jnp.int32)
+        advantage = jnp.asarray(rng.normal(0.1, 0.2, 32) + 2.0 * np.asarray(task), jnp.float32)
+        better = advantage > by_task.quantiles(recent, task, 0.6)
+        easy = advantage > by_task.quantiles(alone, jnp.zeros_like(task), 0.6)
+        recent = by_task.added(recent, task, advantage)
+        alone = by_task.added(alone, jnp.zeros_like(task), advantage)
+    assert int(recent.total[0] + recent.total[1]) == 40 * 32
+    held = np.asarray(recent.values[1, : int(recent.total[1])])
+    assert (held > float(by_task.quantiles(recent, jnp.ones(1, jnp.int32), 0.6)[0])).mean() == pytest.approx(
+        0.4, abs=0.01
+    )
+    shares = [np.asarray(chosen)[np.asarray(task) == 1].mean() for chosen in (better, easy)]
+    assert shares[0] < 0.8 < shares[1] == 1
+
+
+def test_each_task_remembers_its_latest_advantages() -> None:
+    size, rng = by_task.RECENT, np.random.default_rng(0)
+    recent, seen = by_task.fresh(), {3: [], 5: [], 3 + by_task.SLOTS: []}
+    assert float(by_task.quantiles(recent, jnp.asarray([3]), 0.5)[0]) == 0
+    for count in (7, 2 * size + 5, 3, size):
+        task = rng.choice([3, 5, 3 + by_task.SLOTS], count, p=[0.5, 0.4, 0.1])
+        values = rng.normal(size=count).astype(np.float32)
+        recent = by_task.added(recent, jnp.asarray(task), jnp.asarray(values))
+        for number, value in zip(task, values, strict=True):
+            seen[3 if number > by_task.SLOTS else number].append(value)
+        for number in (3, 5):
+            latest = np.sort(seen[number][-size:])
+            for level in (0.0, 0.3, 1.0):
+                found = by_task.quantiles(recent, jnp.asarray([number]), level)[0]
+                assert float(found) == latest[int(np.float32(level) * (len(latest) - 1))]
+
+
+# The indicator in words
+
+
+@pytest.fixture(scope="module")
+def reading() -> tuple[RECAP, TrainState, dict, Any]:
+    """A small π₀ that is told in words, and what it learns from: a person's chunks are better, blamed ones are not."""
+    policy, seen = Pi0(SMALL), observation(SMALL)
+    critic = make_critic(
+        CriticConfig(hidden=(5, 4), bins=14, num_queries=1, pool_width=4, pool_heads=1, embedding_width=4),
+        feature_width=SMALL.feature_width,
+        state_dim=SMALL.action_dim,
+        real_action_dim=REAL,
+        critic_horizon=CRITIC_HORIZON,
+    )
+    agent = replace(make(heed=True, condition="text", augment=False), policy=policy, critic=critic)
+    rng, acted_by = np.random.default_rng(0), np.full((BATCH, SMALL.horizon), CORRECTED)
+    acted_by[1] = BLAMED
+    parts = {"image": seen.images, "image_mask": seen.image_masks, "state": seen.state}
+    parts |= {"tokenized_prompt": seen.tokenized_prompt, "tokenized_prompt_mask": seen.tokenized_prompt_mask}
+    prompts = jnp.asarray(rng.integers(3, SMALL.vocab_size, (BATCH, 2, 6)), jnp.int32)
+    batch = {
+        "observations": parts,
+        "next_observations": parts,
+        "actions": jnp.asarray(rng.normal(size=(BATCH, SMALL.horizon, SMALL.action_dim)), jnp.float32),
+        "valid": jnp.ones((BATCH, SMALL.horizon)),
+        **{name: jnp.zeros(BATCH, jnp.int32) for name in ("task", "episode")},
+        **{name: jnp.full(BATCH, 2, jnp.int32) for name in ("length", "task_steps")},
+        **{name: jnp.ones(BATCH) for name in ("next_terminal", "reward_sum", "mc_return")},
+        "acted_by": jnp.asarray(acted_by, jnp.int32),
+        "suffixed_prompts": {"tokenized_prompt": prompts, "tokenized_prompt_mask": jnp.ones(prompts.shape, bool)},
+    }
+    return agent, agent.init(KEY, weights(SMALL)), batch, jax.jit(agent.update)
+
+
+def test_in_words_the_policy_learns_by_the_prompt_that_fits_each_chunk(reading: tuple) -> None:
+    agent, state, batch, update = reading
+    assert "condition" not in state.params
+    new, metrics = update(state, batch, KEY)
+    _, noise_key, time_key = jax.random.split(KEY, 3)
+    drawn = flow.draw(noise_key, time_key, batch["actions"], DRAWS)
+    tokens = batch["suffixed_prompts"]["tokenized_prompt"][np.arange(BATCH), np.array([0, 1, 0])]
+
+    @jax.jit
+    def losses(prompt: Any, mask: Any) -> Any:
+        seen = replace(observation(SMALL), tokenized_prompt=prompt, tokenized_prompt_mask=mask)
+        policy = state.params["policy"]
+        error = flow.squared_error(agent.policy, policy, agent.policy.encode(policy, seen), batch["actions"], drawn)
+        return flow.chunk_loss(error, valid=batch["valid"], dims=REAL).mean()
+
+    plain = observation(SMALL)
+    told, untold = (
+        losses(tokens, jnp.ones((BATCH, 6), bool)),
+        losses(plain.tokenized_prompt, plain.tokenized_prompt_mask),
+    )
+    close(float(metrics["policy/told_loss"]), float(told))
+    close(float(metrics["policy/untold_loss"]), float(untold))
+    close(float(metrics["policy/loss"]), float((1 - DROPOUT) * told + DROPOUT * untold))
+    assert agent.served(new) is new.policy
+    assert agent.acting_groups() == frozenset()
+
+
+def test_values_read_the_instruction_alone(reading: tuple) -> None:
+    _, state, batch, update = reading
+    plain = update(state, batch, KEY)
+    other = update(
+        state, batch | {"suffixed_prompts": jax.tree.map(lambda x: x[:, ::-1], batch["suffixed_prompts"])}, KEY
+    )
+    assert float(plain[1]["policy/told_loss"]) != float(other[1]["policy/told_loss"])
+    jax.tree.map(np.testing.assert_array_equal, plain[0].params["critic"], other[0].params["critic"])
+
+
+def test_settings_that_contradict_each_other_are_told() -> None:
+    run = get_config("recap_tabletop")
+    assert (run.agent.folds, run.agent.condition, run.agent.prompt_suffixes) == (2, "vector", ())
+    with pytest.raises(ConfigError, match=r"agent\.folds is 3 and there is 2 critic"):
+        replace(run, agent=replace(run.agent, folds=3))
+    replace(run, agent=replace(run.agent, folds=3), critic=replace(run.critic, num_critics=3))
+    text = replace(run.agent, condition="text")
+    assert replace(run, agent=text).agent.prompt_suffixes[0] == ", Advantage: positive"
+    with pytest.raises(ConfigError, match=r"guidance is 2 and agent\.condition 'text'"):
+        replace(run, agent=replace(text, guidance=2.0))
+    with pytest.raises(ConfigError, match="reads no instruction"):
+        replace(run, agent=text, data=replace(run.data, tokenizer="none"))
+    batch = build_agent(replace(run, agent=text)).batch_spec(run.batch_sizes)
+    assert batch["suffixed_prompts"]["tokenized_prompt"].shape == (run.batch_size, 2, run.token_len)
+    assert {"task", "task_steps", "episode"} < set(batch)
+    alone = build_agent(replace(run, agent=replace(run.agent, per_task=False))).batch_spec(run.batch_sizes)
+    assert not {"task", "suffixed_prompts"} & set(alone)
 
 
 # Filtered imitation

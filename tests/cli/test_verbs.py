@@ -12,7 +12,7 @@ import pytest
 
 from golden_data import FAMILIES, HERE, STATIC
 from pirl import recipes
-from pirl.agents.config import ACRLPDConfig, RLTokenConfig
+from pirl.agents.config import ACRLPDConfig, RECAPConfig, RLTokenConfig
 from pirl.checkpoints.handover import BESIDE
 from pirl.checkpoints.run_metadata import as_json
 from pirl.checkpoints.weights import load_openpi, load_pytorch
@@ -308,3 +308,20 @@ def test_a_checkpoint_without_statistics_is_exported_with_a_warning(
     assert "warning: " in (shown := capsys.readouterr()).err
     assert "no normalisation statistics" in shown.err
     assert_same(load_openpi(tmp_path / "out"), PI0.params)
+
+
+def test_the_handover_says_what_a_policy_is_told_with_each_instruction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = recipes.get_config("bc_aloha_fold")
+    data = DataConfig(robot="aloha_sim", tokenizer="byte")
+    step = Path(shutil.copytree(PI0.step_dir, tmp_path / "run" / "7"))
+    (step / "extra").mkdir()
+    for condition, said in (("text", True), ("vector", False)):
+        agent = RECAPConfig(condition=condition)
+        told = to_dict(replace(trained, model=PI0.config, data=data, agent=agent))
+        (step / "extra" / "metadata.json").write_text(json.dumps({"config": as_json(told)}))
+        pirl(capsys, "export", "openpi", step, "--out", tmp_path / "out", "--overwrite")
+        text = (tmp_path / "out" / "openpi_config.py").read_text()
+        assert ("end every instruction with ', Advantage: positive'" in text) == said
+        assert ("'Transfer cube, Advantage: positive'" in text) == said

@@ -63,7 +63,7 @@ def loader_of():
     loaders = []
 
     def build(source=None, *, transform=None, replay=None, batch_size=SIZE, **options):
-        names = ("next_observations", "sharding", "host_id", "host_count")
+        names = ("next_observations", "sharding", "host_id", "host_count", "tasks")
         arguments = {name: options.pop(name) for name in names if name in options}
         loader = ACRLPDDataLoader(
             make_source() if source is None and replay is None else source,
@@ -492,3 +492,21 @@ def test_configurations_that_cannot_work_are_refused(fields, message):
 
 def test_gigabytes_are_those_of_disks():
     assert DataConfig(replay_gb=1.5).replay_bytes == 1_500_000_000
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_batches_number_their_tasks(loader_of, host):
+    items = [make_item(number, steps=5 + 3 * number) for number in (2, 0, 1)] + [make_item(2, steps=6)]
+    source, known = MemorySource(cameras=CAMERAS, items=items), {"tasks": True, "host_id": host, "host_count": 2}
+    plain, batch = loader_of(source).sample_batch(), loader_of(source, **known).sample_batch()
+    assert not {"task", "task_steps"} & set(plain)
+    episode = batch["observations"]["tokenized_prompt"][:, 0]  # the number in the instruction, here also its rank
+    np.testing.assert_array_equal(batch["task"], episode)
+    np.testing.assert_array_equal(batch["task_steps"], np.array([5, 8, 11])[episode])
+    assert len(set(episode.tolist())) > 1
+    replay = ReplayBuffer(cameras=CAMERAS, max_episodes=9, max_bytes=10**9)
+    replay.append(*make_item(7, steps=30))
+    found = loader_of(source, replay=replay, online_fraction=0.5, tasks=True).sample_batch()
+    new = found["observations"]["tokenized_prompt"][:, 0] == 7
+    assert set(found["task"][new]) == {3}
+    assert set(found["task_steps"][new]) == {11}

@@ -243,3 +243,18 @@ def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
     headless = train(tmp_path / "headless", model_type="bpe", vocab_size=60, bos_id=-1)
     with pytest.raises(DataError, match="no token that begins a text"):
         PaliGemmaTokenizer(headless)
+
+
+TEXT = "red block, Advantage: positive"
+
+
+@pytest.mark.parametrize("state", [None, np.zeros((1, 2))], ids=["words", "with the state"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), WordTokenizer()], ids=["assembled", "encoded"])
+def test_a_prompt_whose_end_matters_is_refused_where_it_is_cut(tokenizer: Tokenizer, state: np.ndarray | None) -> None:
+    long = PromptEncoder(tokenizer, 70, whole=True)([TEXT], state)
+    used = int(long[1].sum())
+    np.testing.assert_array_equal(PromptEncoder(tokenizer, used, whole=True)([TEXT], state)[0], long[0][:, :used])
+    with pytest.raises(DataError, match="its end tells the policy what to do"):
+        PromptEncoder(tokenizer, used - 1, whole=True)([TEXT], state)
+    with pytest.warns(PirlWarning, match="cut off"):
+        PromptEncoder(tokenizer, used - 1)([TEXT], state)

@@ -75,14 +75,15 @@ def observation(rollout: Rollout, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("robot", "cameras", "slots", "pi05"),
+    ("robot", "cameras", "slots", "pi05", "suffixes"),
     [
-        ("aloha", {"images/cam_high": (46, 60)}, (BASE_CAMERA,), True),  # wrist cameras are optional, and absent
-        ("tabletop", {"observation/image": (24, 24), "observation/wrist_image": (30, 18)}, None, False),
+        ("aloha", {"images/cam_high": (46, 60)}, (BASE_CAMERA,), True, ()),  # wrist cameras are optional, and absent
+        ("tabletop", {"observation/image": (24, 24), "observation/wrist_image": (30, 18)}, None, False, ()),
+        ("tabletop", {"observation/image": (24, 24), "observation/wrist_image": (30, 18)}, None, True, (", good", "!")),
     ],
 )
 def test_acting_shows_the_model_what_training_did(
-    robot: str, cameras: dict, slots: tuple[str, ...] | None, pi05: bool, tmp_path: Path
+    robot: str, cameras: dict, slots: tuple[str, ...] | None, pi05: bool, suffixes: tuple[str, ...], tmp_path: Path
 ) -> None:
     kind, horizon = get_robot(robot), 3
     rollouts = [rollout_of(robot, cameras, number) for number in range(2)]
@@ -106,8 +107,10 @@ def test_acting_shows_the_model_what_training_did(
         discrete_state=pi05,
         token_len=150,
         image_size=32,
+        prompt_suffixes=suffixes,
     )
-    with create_acrlpd_data_loader(config, transform=transform, horizon=horizon, discount=0.9, batch_size=16) as loader:
+    sizes = dict(horizon=horizon, discount=0.9, batch_size=16)
+    with create_acrlpd_data_loader(config, transform=transform, suffixes=bool(suffixes), **sizes) as loader:
         batch, used = loader.sample_batch(), loader.cameras
     assert used == (slots or tuple(kind.cameras))
     states = np.concatenate([rollout.episode.state for rollout in rollouts])
@@ -119,12 +122,26 @@ def test_acting_shows_the_model_what_training_did(
     rows = [int(np.flatnonzero((inputs["state"] == state).all(axis=1)).item()) for state in trained["state"]]
     assert len(set(rows)) > 4
     assert set(trained) == set(inputs)
+    if suffixes:  # Acting adds the first; training reads the bare instruction, and all of them.
+        prompts, plain = batch["suffixed_prompts"], replace(transform, suffixes=())
+        for number, words in enumerate(suffixes):
+            other = [seen | {"prompt": seen["prompt"] + words} for seen in shown]
+            for name, tokens in prompts.items():
+                np.testing.assert_array_equal(tokens[:, number], model_inputs(plain, other, used)[1][name][rows])
+        for name, tokens in prompts.items():
+            np.testing.assert_array_equal(tokens[:, 0], inputs[name][rows])
+        inputs = model_inputs(plain, shown, used)[1]
+        np.testing.assert_array_equal(
+            transform.train_sample(shown[0] | {"actions": np.zeros((horizon, kind.action_dim))})["tokenized_prompt"],
+            inputs["tokenized_prompt"][0],
+        )
     jax.tree.map(lambda left, right: np.testing.assert_array_equal(left, right[rows]), trained, inputs)
     # And it is what OpenPI's own input for one observation says, whose pictures have borders.
     for row, raw in enumerate(shown):
         single = transform.observation(raw)
         np.testing.assert_array_equal(single["state"], inputs["state"][row])
-        np.testing.assert_array_equal(single["tokenized_prompt"], inputs["tokenized_prompt"][row])
+        if not suffixes:
+            np.testing.assert_array_equal(single["tokenized_prompt"], inputs["tokenized_prompt"][row])
         for slot in used:
             np.testing.assert_array_equal(single["image"][slot], pad(inputs["image"][slot][row], (32, 32)))
         assert [slot for slot, real in single["image_mask"].items() if real] == list(used)

@@ -72,6 +72,17 @@ def test_every_robot_has_an_example(name: str) -> None:
     assert robot.find_prompt(seen) == ""
 
 
+def test_a_policy_conditioned_by_text_is_given_the_text(planner: Planner) -> None:
+    def prompt(instruction: str, *suffixes: str) -> np.ndarray:
+        reads = {"tokenizer": create_tokenizer("byte"), "token_len": 40}
+        transform = replace(planner.transform, suffixes=suffixes, **reads)
+        reading = object.__new__(Planner)
+        reading.__dict__ |= planner.__dict__ | {"transform": transform}
+        return reading.row(SEEN | {"prompt": instruction}, number=(0, 0)).inputs["tokenized_prompt"]
+
+    np.testing.assert_array_equal(prompt("go right", ", good", ", bad"), prompt("go right, good"))
+
+
 def test_long_instructions_are_refused(planner: Planner) -> None:
     reading = object.__new__(Planner)
     reading.__dict__ |= planner.__dict__ | {"transform": replace(planner.transform, tokenizer=create_tokenizer("byte"))}

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -312,3 +313,28 @@ def test_what_a_function_returns_is_checked(found: Any) -> None:
 
     with pytest.raises(ConfigError, match="eval_fn mine returned"):
         checked(found, "mine")
+
+
+def test_a_policy_that_is_told_something_acts_on_it_and_values_read_the_instruction() -> None:
+    """Batches hold bare instructions; what acts sees what it will be told."""
+    acted: list[Any] = []
+
+    class Told:
+        def act(self, state: Any, observation: Observation, keys: Any) -> Any:
+            acted.append(observation.tokenized_prompt)
+            return jnp.zeros((2, 3, 2))
+
+    prompts = jnp.arange(2 * 2 * 4).reshape(2, 2, 4)
+    bare = {"state": jnp.zeros((2, 2)), "tokenized_prompt": -prompts[:, 0], "tokenized_prompt_mask": prompts[:, 0] >= 0}
+    batch = {"observations": bare, "actions": jnp.zeros((2, 3, 2)), "valid": jnp.ones((2, 3))}
+    told = {"tokenized_prompt": prompts, "tokenized_prompt_mask": prompts >= 0}
+    held = object.__new__(HeldOut)
+    held.__dict__ |= {
+        "_agent": Told(),
+        "_transform": SimpleNamespace(robot=SimpleNamespace(action_dim=2)),
+    }
+    keys = jax.random.split(jax.random.key(0), 2)
+    for given in (batch | {"suffixed_prompts": told}, batch):
+        held._measure(TrainState(step=0, params={}), given, keys)
+    np.testing.assert_array_equal(acted[0], prompts[:, 0])
+    np.testing.assert_array_equal(acted[1], -prompts[:, 0])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pirl.agents.agent_config import AgentConfig, RewardRange
 from pirl.agents.imitation_config import BCConfig
@@ -29,6 +29,12 @@ class FilteredConfig(BCConfig):
         yield "agent.ema_decay", Choice(values=(0.98, 0.99, 0.999))
 
 
+ConditionKind = Literal["vector", "text"]
+"""How a policy is told which of its chunks were better."""
+SUFFIXES = (", Advantage: positive", ", Advantage: negative")
+"""In words, after the instruction (π*0.6)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RECAPConfig(AgentConfig):
     """RECAP (π*0.6): a value labels chunks by advantage, and the policy trains conditioned on the label."""
@@ -44,16 +50,28 @@ class RECAPConfig(AgentConfig):
     """Largest reward of a step."""
     reward_once: bool = True
     """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
+    failure_reward: float = 0.0
+    """What a failure adds to its last reward, as `data.failure_reward`. Widens the bounds of the values by it once."""
+    folds: Count = 2
+    """Folds of the episodes for cross-fitting: each critic of the ensemble leaves one fold out, and an episode's
+    advantages come from the critics that left it out, so that no label depends on an outcome its critic was trained on.
+    2: halves. 1: every critic trains on all episodes."""
+    per_task: bool = True
+    """Judge each task (instruction) by itself: its own quantile of advantages, its own scale of values. Off: one for
+    all, such as for data in which nearly every episode has its own instruction."""
     positive_share: Inside = 0.3
-    """Share of the chunks labelled better than usual."""
+    """Share of the chunks labelled better than usual; with `per_task`, of each task."""
+    condition: ConditionKind = "vector"
+    """How the policy is told the label. `vector`: a learned vector, folded into the weights that are served. `text`:
+    words after the instruction ("…, Advantage: positive"), which pirl adds at inference and other servers do not."""
     condition_dropout: Decay = 0.1
     """Share of the unconditional branch in the loss."""
     guidance: NotNegative = 1.0
     """Guidance scale at inference: 1 conditions the policy on "better than usual"; larger values extrapolate. OpenPI
     serves 1."""
     condition_rate: Positive = 20.0
-    """Learning rate of the condition, as a multiple of the policy's. The condition starts at zero: at a low rate the
-    policy ignores it."""
+    """Learning rate of the vector, as a multiple of the policy's. It starts at zero: at a low rate the policy ignores
+    it."""
     heed_corrections: bool = True
     """Always label an operator's chunks better, and never those in the `data.takeover_window` steps before a takeover.
     Has no effect without LeRobot's column `intervention`."""
@@ -75,9 +93,19 @@ class RECAPConfig(AgentConfig):
         return self.heed_corrections
 
     @property
+    def knows_tasks(self) -> bool:
+        """For the quantiles and the scale of values."""
+        return self.per_task
+
+    @property
+    def prompt_suffixes(self) -> tuple[str, ...]:
+        """Better than usual, or not."""
+        return SUFFIXES if self.condition == "text" else ()
+
+    @property
     def guided(self) -> bool:
-        """By the condition "better than usual"."""
-        return True
+        """By the condition "better than usual"; words would need two prefixes when acting."""
+        return self.condition == "vector"
 
     @property
     def policy_ema(self) -> float | None:
@@ -94,7 +122,27 @@ class RECAPConfig(AgentConfig):
 
     def reward_range(self, run: Any) -> RewardRange | None:
         """As configured; it is the range of the histogram."""
-        return RewardRange(self.reward_low, self.reward_high, self.reward_once)
+        low, high = min(self.failure_reward, 0.0), max(self.failure_reward, 0.0)
+        return RewardRange(self.reward_low + low, self.reward_high + high, self.reward_once)
+
+    def problems(self, run: Any) -> Iterator[tuple[str, str]]:
+        """Too few critics for the folds; words that nobody reads."""
+        if run.critic.num_critics < self.folds:
+            yield (
+                f"agent.folds is {self.folds} and there is {run.critic.num_critics} critic(s): some episodes would "
+                "have no critic that left them out",
+                f"--critic.num-critics {self.folds}; or --agent.folds 1",
+            )
+        if self.condition != "text":
+            return
+        if not run.token_len or run.data.tokenizer == "none":
+            yield "agent.condition is 'text', and the policy reads no instruction", "--agent.condition vector"
+        if self.guidance != 1:
+            yield (
+                f"agent.guidance is {self.guidance:g} and agent.condition 'text': the policy is told one thing when it "
+                "acts, guidance compares two",
+                "--agent.guidance 1, or train with --agent.condition vector",
+            )
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, share of positives, guidance, dropout."""

@@ -162,7 +162,13 @@ class Agent:
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
         """Shapes and types of the batches for `update`."""
         c = self.config
-        return chunk_spec(sizes, next_observations=c.learns_values, corrections=c.heeds_corrections)
+        return chunk_spec(
+            sizes,
+            next_observations=c.learns_values,
+            corrections=c.heeds_corrections,
+            tasks=c.knows_tasks,
+            suffixes=len(c.prompt_suffixes),
+        )
 
     def imitator(self, state: TrainState) -> Params | None:
         """The weights whose flow loss measures imitation of the data; None if they are not in the state."""

@@ -84,6 +84,18 @@ class AgentConfig(Checked):
         return False
 
     @property
+    def knows_tasks(self) -> bool:
+        """Whether it judges each task by itself: its batches then carry `task` and `task_steps`."""
+        return False
+
+    @property
+    def prompt_suffixes(self) -> tuple[str, ...]:
+        """Texts after the instruction that its policy is conditioned on, first the one it acts with. Its batches then
+        carry `suffixed_prompts`.
+        """
+        return ()
+
+    @property
     def chooses(self) -> bool:
         """Whether it supports best-of-N: selecting among candidate chunks when acting."""
         return False

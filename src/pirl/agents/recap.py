@@ -2,14 +2,15 @@
 conditioned on the label.
 
     value       V(s) ≈ E[G | s]           a histogram, by cross-entropy on the returns G that were observed
-    advantage   A = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}) - V(s)
-    indicator   I = 1[A > q]              q: the (1 - positive_share) quantile of the advantages
+    advantage   A = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}) - V(s)      V: by critics that left the episode out
+    indicator   I = 1[A > q_task]         q: the (1 - positive_share) quantile of the task's latest advantages
     policy      min E[(1 - p) ‖v(x_t, t | s, I) - u‖² + p ‖v(x_t, t | s) - u‖²]
     acting      v(· | s, I = 1), or with guidance g: v(· | s) + g (v(· | s, 1) - v(· | s))
 
-Failures define what "not better" looks like; no loss has a negative weight. The indicator is a learned vector
-(`condition.py`) instead of words in the prompt: the checkpoint holds the policy told "better", and OpenPI serves it
-unchanged. The prefix of each observation is encoded once per step.
+Failures define what "not better" looks like; no loss has a negative weight. The indicator is a learned vector, and the
+checkpoint holds the policy told "better" (`condition.py`); or it is words in the prompt, as in the paper. OpenPI serves
+both unchanged. The prefix of each observation is encoded once per step, with words twice: values read the instruction
+alone.
 """
 
 from dataclasses import dataclass, replace
@@ -18,21 +19,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Key
 
-from pirl.agents import condition, corrections
+from pirl.agents import by_task, condition, corrections
 from pirl.agents import objectives as ob
 from pirl.agents.advantage_config import RECAPConfig
 from pirl.agents.agent import Agent, Metrics, Parts, TrainState
+from pirl.agents.ensemble import apart
+from pirl.agents.fold_value import FoldValue
 from pirl.agents.learner import Learner, accumulated, in_parts
 from pirl.models import flow
 from pirl.models.critic import Critic, CriticInputs
-from pirl.models.observation import Observation
+from pirl.models.observation import Observation, with_prompt
 from pirl.models.params import Params
 from pirl.models.policy import FlowPolicy
-
-RATE = 0.05
-"""How far the quantile of the advantages moves towards that of the latest batch."""
 
 
 class Part(NamedTuple):
@@ -44,8 +44,12 @@ class Part(NamedTuple):
     draws: flow.Draws
     ahead: Float[Array, "B"]
     """Σ γ^l r_l + γ^L · mask · V(s_{t+L})."""
-    acted_by: Int[Array, "B H"] | None
-    """Who chose each step, where that counts."""
+    quantile: Float[Array, "B"]
+    """q of each row's task."""
+    rows: dict[str, Any]
+    """The columns of the batch that say what a row is: `episode` and, where they count, `task_steps` and `acted_by`;
+    `suffixed_prompts`, "positive" first.
+    """
 
 
 class Aux(NamedTuple):
@@ -84,11 +88,9 @@ class RECAP(Agent):
         )
 
     @property
-    def support(self) -> ob.HLGauss:
-        """The histogram that values are read from."""
-        c, sizes = self.config, self.critic.config
-        low, high = ob.value_range(c.reward_low, c.reward_high, c.discount, once=c.reward_once)
-        return ob.HLGauss(low, high, sizes.bins, sizes.sigma_ratio)
+    def value(self) -> FoldValue:
+        """V(s)."""
+        return FoldValue(critic=self.critic, config=self.config)
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, around given policy weights where there are some."""
@@ -96,37 +98,20 @@ class RECAP(Agent):
         policy, policy_opt = self.policy_learner.init(
             self.policy.init(policy_key) if policy_params is None else policy_params
         )
-        critic, critic_opt = self.critic_learner.init(self.critic.init(critic_key))
-        told = {name: condition.fresh(self.policy, policy) for name in ("better", "other")}
-        params = {"policy": policy, "condition": told, "critic": critic}
+        critic, critic_opt = self._learners["critic"].init(self.critic.init(critic_key))
+        params, opt = {"policy": policy, "critic": critic}, {"policy": policy_opt, "critic": critic_opt}
+        if self.config.condition == "vector":
+            params["condition"] = {name: condition.fresh(self.policy, policy) for name in ("better", "other")}
+            opt["condition"] = self._learners["condition"].init(params["condition"])[1]
         averaged = () if self.policy_learner.ema_decay is None else ("policy", "condition")
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            ema={name: jax.tree.map(jnp.copy, params[name]) for name in averaged},
-            opt={"policy": policy_opt, "condition": self._condition_learner.init(told)[1], "critic": critic_opt},
-            scalars={"quantile": jnp.float32(0.0)},
+            ema={name: jax.tree.map(jnp.copy, params[name]) for name in averaged if name in params},
+            opt=opt,
+            scalars={"advantages": by_task.fresh()},
             frozen=self.policy_learner.frozen(policy),
         )
-
-    # The value
-
-    def value(self, critic: Params, inputs: CriticInputs) -> Float[Array, "E B"]:
-        """Every member's V(s)."""
-        return ob.critic_value(self.critic.config.loss, self._value_outputs(critic, inputs), self.support)
-
-    def value_loss(self, critic: Params, inputs: CriticInputs, returns: Float[Array, "B"]) -> Float[Array, ""]:
-        """Cross-entropy of V(s) and observed returns; unknown returns (NaN) have no loss."""
-        known, sizes = jnp.isfinite(returns), self.critic.config
-        targets = jnp.where(known, returns, 0.0)
-        out = self._value_outputs(critic, inputs)
-        error = ob.critic_loss(sizes.loss, out, targets, support=self.support, delta=sizes.huber_delta)
-        return ob.masked_mean(error, known)
-
-    def _value_outputs(self, critic: Params, inputs: CriticInputs) -> Float[Array, "E B *bins"]:
-        sizes = self.critic
-        nothing = jnp.zeros((len(inputs.state), 1, sizes.critic_horizon, sizes.real_action_dim))
-        return sizes.score(critic, sizes.embed(critic, inputs), nothing)[:, :, 0]
 
     # The policy
 
@@ -137,26 +122,30 @@ class RECAP(Agent):
         c, policy = self.config, self.policy_learner.join(groups["policy"], frozen)
         context = self.policy.encode(policy, part.observation)
         inputs = CriticInputs.of(jax.lax.stop_gradient(context))
-        advantage = part.ahead - self.value(critic, inputs).mean(0)
-        better = self.better(advantage, state, part.acted_by)
+        advantage = part.ahead - self.value.unseen(critic, inputs, part.rows)
+        better = self.better(advantage, part)
 
-        def flow_loss(weights: Params) -> Float[Array, "B"]:
+        def flow_loss(weights: Params, context: Any) -> Float[Array, "B"]:
             error = flow.squared_error(self.policy, weights, context, part.actions, part.draws)
             return flow.chunk_loss(error, valid=part.valid, dims=self.critic.real_action_dim)
 
-        as_better, as_other = (
-            flow_loss(condition.folded(self.policy, policy, groups["condition"][name])) for name in ("better", "other")
-        )
-        told, untold = jnp.where(better, as_better, as_other), flow_loss(policy)
+        untold = flow_loss(policy, context)
+        if c.condition == "text":
+            words = with_prompt(part.observation, part.rows["suffixed_prompts"], jnp.where(better, 0, 1))
+            told = flow_loss(policy, self.policy.encode(policy, words))
+        else:
+            as_better, as_other = (
+                flow_loss(condition.folded(self.policy, policy, groups["condition"][name]), context)
+                for name in ("better", "other")
+            )
+            told = jnp.where(better, as_better, as_other)
         dropout = jnp.where(state.step >= c.value_warmup_steps, c.condition_dropout, 1.0)
         loss = (1 - dropout) * told + dropout * untold
         return loss.mean(), jax.lax.stop_gradient(Aux(inputs, advantage, better, told, untold))
 
-    def better(
-        self, advantage: Float[Array, "B"], state: TrainState, acted_by: Int[Array, "B H"] | None
-    ) -> Bool[Array, "B"]:
+    def better(self, advantage: Float[Array, "B"], part: Part) -> Bool[Array, "B"]:
         """The indicator: from the value, or from corrections and takeovers."""
-        better = advantage > state.scalars["quantile"]
+        better, acted_by = advantage > part.quantile, part.rows.get("acted_by")
         return better if acted_by is None else corrections.judged(better, acted_by)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
@@ -167,36 +156,30 @@ class RECAP(Agent):
             self.policy.prepare(Observation.from_dict(batch[name]), augment_key if c.augment else None)
             for name in ("observations", "next_observations")
         )
-        following = in_parts(
-            lambda seen: self.value(critic, CriticInputs.of(self.policy.encode(state.policy, seen))).mean(0),
-            there,
-            c.parts,
-        )
+        rows = {name: batch[name] for name in self._read}
+
+        def promised(seen: tuple[Observation, dict[str, Any]]) -> Float[Array, "B"]:
+            return self.value.unseen(critic, CriticInputs.of(self.policy.encode(state.policy, seen[0])), seen[1])
+
+        following = in_parts(promised, (there, rows), c.parts)
         ahead = ob.td_target(batch["reward_sum"], c.discount, batch["length"], 1 - batch["next_terminal"], following)
         draws = flow.draw(noise_key, time_key, batch["actions"], c.flow_draws, delay=c.real_time_delay)
-        acted_by = batch["acted_by"] if c.heed_corrections else None
-        part = Part(here, batch["actions"], batch["valid"], draws, ahead, acted_by)
+        task = batch["task"] if c.per_task else jnp.zeros_like(batch["episode"])
+        quantile = by_task.quantiles(state.scalars["advantages"], task, 1 - c.positive_share)
+        part = Part(here, batch["actions"], batch["valid"], draws, ahead, quantile, rows)
         trainable, frozen = self.policy_learner.split(state.params["policy"])
 
         def loss(groups: dict[str, Params], part: Part) -> tuple[Array, Aux]:
             return self.policy_loss(groups, frozen, critic, state, part)
 
-        groups = {"policy": trainable, "condition": state.params["condition"]}
+        groups = {"policy": trainable} | {name: state.params[name] for name in ("condition",) if name in state.params}
         value, aux, grads = accumulated(loss, groups, part, c.parts)
         returns = batch["mc_return"]
-        value_loss, critic_grads = jax.value_and_grad(self.value_loss)(critic, aux.inputs, returns)
-        learners = {
-            "policy": self.policy_learner,
-            "condition": self._condition_learner,
-            "critic": self.critic_learner,
-        }
+        value_loss, critic_grads = jax.value_and_grad(self.value.loss)(critic, aux.inputs, returns, rows)
         params, opt = {}, {}
         for name, gradient in {**grads, "critic": critic_grads}.items():
-            params[name], opt[name] = learners[name].step(state.params[name], gradient, state.opt[name])
-        quantile = ob.moving_quantile(
-            state.scalars["quantile"], aux.advantage, 1 - c.positive_share, RATE, first=state.step == 0
-        )
-        guessed, known = self.value(critic, aux.inputs).mean(0), jnp.isfinite(returns)
+            params[name], opt[name] = self._learners[name].step(state.params[name], gradient, state.opt[name])
+        guessed, known = self.value.unseen(critic, aux.inputs, rows), jnp.isfinite(returns)
         metrics = {
             "policy/loss": value,
             "policy/told_loss": aux.told.mean(),
@@ -205,7 +188,7 @@ class RECAP(Agent):
             "value/loss": value_loss,
             "value/mean": guessed.mean(),
             "value/error": ob.masked_mean(jnp.abs(guessed - jnp.where(known, returns, 0.0)), known),
-            "advantage/quantile": quantile,
+            "advantage/quantile": quantile.mean(),
             "advantage/positive_share": jnp.mean(aux.better),
             "data/valid_fraction": jnp.mean(batch["valid"]),
         }
@@ -215,14 +198,14 @@ class RECAP(Agent):
             params=params,
             ema={name: self.policy_learner.average(average, params[name]) for name, average in state.ema.items()},
             opt=opt,
-            scalars={"quantile": quantile},
+            scalars={"advantages": by_task.added(state.scalars["advantages"], task, aux.advantage)},
         )
         return new, metrics
 
     # Acting
 
     def served(self, state: TrainState) -> Params:
-        """The policy conditioned on "better than usual", as a plain one."""
+        """The policy conditioned on "better than usual", as a plain one; with text it is one already."""
         told = state.ema.get("condition", state.params.get("condition"))
         return state.policy if told is None else condition.folded(self.policy, state.policy, told["better"])
 
@@ -235,7 +218,7 @@ class RECAP(Agent):
     ) -> Float[Array, "E B N"]:
         """V(s) for every chunk: it does not look at them."""
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
-        value = self.value(state.params["critic"], inputs)
+        value = self.value.of(state.params["critic"], inputs)
         return jnp.broadcast_to(value[..., None], (*value.shape, chunks.shape[1]))
 
     def act(
@@ -257,6 +240,19 @@ class RECAP(Agent):
         return flow.euler(velocity if steer is None else steer(velocity), noise, self.flow_steps)[:, 0]
 
     @property
-    def _condition_learner(self) -> Learner:
-        faster = optax.chain(self.policy_learner.tx, optax.scale(self.config.condition_rate))
-        return replace(self.policy_learner, mask=None, tx=faster)
+    def _read(self) -> tuple[str, ...]:
+        """The columns of `Part.rows`."""
+        c = self.config
+        asked = {"task_steps": c.per_task, "acted_by": c.heed_corrections, "suffixed_prompts": c.condition == "text"}
+        return ("episode", *(name for name, wanted in asked.items() if wanted))
+
+    @property
+    def _learners(self) -> dict[str, Learner]:
+        """How each group learns."""
+        c, critics = self.config, self.critic_learner
+        faster = optax.chain(self.policy_learner.tx, optax.scale(c.condition_rate))
+        return {
+            "policy": self.policy_learner,
+            "condition": replace(self.policy_learner, mask=None, tx=faster),
+            "critic": critics if c.folds == 1 else replace(critics, tx=apart(critics.tx)),
+        }

@@ -38,7 +38,7 @@ class StateValue:
 
     def of(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B"]:
         """Every member's V(s)."""
-        return ob.critic_value(self.critic.config.loss, self._outputs(params, inputs), self.support)
+        return ob.critic_value(self.critic.config.loss, outputs(self.critic, params, inputs), self.support)
 
     def gradient(
         self,
@@ -55,7 +55,7 @@ class StateValue:
         target, before = (jnp.where(share > 0, x, 0.0) for x in (target, before))
 
         def loss(params: Params) -> tuple[Array, Array]:
-            out = self._outputs(params, inputs)
+            out = outputs(self.critic, params, inputs)
             error = po.value_loss(
                 sizes.loss, out, target, before, clip=self.clip, support=self.support, delta=sizes.huber_delta
             )
@@ -69,7 +69,8 @@ class StateValue:
             "value/explained_variance": po.explained_variance(guessed, target, share),
         }
 
-    def _outputs(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B *bins"]:
-        critic = self.critic
-        nothing = jnp.zeros((len(inputs.state), 1, critic.critic_horizon, critic.real_action_dim))
-        return critic.score(params, critic.embed(params, inputs), nothing)[:, :, 0]
+
+def outputs(critic: Critic, params: Params, inputs: CriticInputs) -> Float[Array, "E B *bins"]:
+    """What the critic says of the chunk of zeros."""
+    nothing = jnp.zeros((len(inputs.state), 1, critic.critic_horizon, critic.real_action_dim))
+    return critic.score(params, critic.embed(params, inputs), nothing)[:, :, 0]

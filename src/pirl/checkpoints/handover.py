@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import indent
 
 from pirl.data.robots import ROBOTS, Robot
+from pirl.data.transforms import suffixed
 from pirl.models.config import GEMMA_VARIANTS, GemmaConfig, Pi0Config, SigLIPConfig
 
 _IMPORTS = """\
@@ -54,6 +55,12 @@ BESIDE = (
     "checkpoint with `pirl serve`"
 )
 """For algorithms with `only_beside`."""
+
+
+def suffix_problem(suffix: str, prompt: str | None) -> str:
+    """Of policies that read a text after each instruction: OpenPI does not add it."""
+    example = suffixed(prompt or "fold the box", suffix)
+    return f"end every instruction with {suffix!r}, as in {example!r}: OpenPI does not add it"
 
 
 def problems(model: Pi0Config, robot: Robot, *, beside: bool = False) -> tuple[str, ...]:

@@ -118,6 +118,7 @@ def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[st
     """The file that tells OpenPI how to serve this; nothing for a policy that is none of OpenPI's."""
     from pirl.checkpoints import handover
     from pirl.data.assets import named_asset
+    from pirl.data.transforms import suffixed
     from pirl.models.config import Pi0Config
     from pirl.names import HANDOVER_FILE
 
@@ -129,11 +130,15 @@ def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[st
     named = named_asset(config.data, config.robot)
     asset = named if named in assets else assets[0]
     name = args.name or re.sub(r"\W", "_", f"{config.name}_{config.exp_name}")
-    source = handover.openpi_config(name, model, config.robot, asset, _only_task(config))
+    prompt, suffixes = _only_task(config) or config.robot.prompt, config.agent.prompt_suffixes
+    whole = suffixed(prompt, suffixes[0]) if prompt and suffixes else prompt
+    source = handover.openpi_config(name, model, config.robot, asset, whole)
     command = handover.serve_command(name, args.out.expanduser().absolute())
     problems = handover.problems(model, config.robot, beside=config.agent.only_beside)
     if config.agent.one_step:
         problems += (handover.ONE_STEP,)
+    if suffixes:
+        problems += (handover.suffix_problem(suffixes[0], prompt),)
     return {HANDOVER_FILE: handover.handover_text(source, command, problems)}
 
 

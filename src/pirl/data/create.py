@@ -38,6 +38,8 @@ def create_acrlpd_data_loader(
     replay: ReplayBuffer | None = None,
     next_observations: bool = True,
     corrections: bool = False,
+    tasks: bool = False,
+    suffixes: bool = False,
     sharding: Any = None,
     host_id: int = 0,
     host_count: int = 1,
@@ -63,6 +65,8 @@ def create_acrlpd_data_loader(
         replay=replay,
         next_observations=next_observations,
         corrections=corrections,
+        tasks=tasks,
+        suffixes=suffixes,
         sharding=sharding,
         host_id=host_id,
         host_count=host_count,
@@ -92,6 +96,7 @@ def create_transform(
     discrete_state: bool = False,
     image_size: int = 224,
     default_prompt: str | None = None,
+    prompt_suffixes: tuple[str, ...] = (),
 ) -> Transform:
     """The transform between the robot of `config` and a model of these sizes (arguments as in `Transform`).
 
@@ -109,6 +114,7 @@ def create_transform(
         discrete_state=discrete_state,
         image_size=(image_size, image_size),
         default_prompt=default_prompt,
+        suffixes=prompt_suffixes,
     )
 
 

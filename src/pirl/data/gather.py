@@ -14,8 +14,9 @@ from jaxtyping import Bool, Float, Int, UInt8
 from pirl.data.chunks import bootstrap_rows, choose_donors, chunk_actions, chunk_actors, chunk_outcomes, fill_tails
 from pirl.data.config import Boundary
 from pirl.data.pool import FrameMemory, Resident, copy_frames
+from pirl.data.tasks import Tasks
 from pirl.errors import DataError
-from pirl.records import Array, ChunkBatch, Observations
+from pirl.records import Array, ChunkBatch, Observations, Prompts
 
 
 @runtime_checkable
@@ -26,6 +27,14 @@ class LowDimTransform(Protocol):
         self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
     ) -> Mapping[str, Array]:
         """Normalised `state` and `actions` (if given), and for models that read text the prompt's tokens and mask."""
+
+
+@runtime_checkable
+class Suffixing(Protocol):
+    """A transform that also writes prompts with text after the instruction."""
+
+    def suffixed_prompts(self, state: Float[Array, "B S"], prompts: Sequence[str]) -> Mapping[str, Array]:
+        """Tokens and masks [B, V, L] of V prompts for each state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +78,10 @@ class Gatherer:
     """Whether samples have the observation that the critic bootstraps from."""
     corrections: bool = False
     """Whether samples say who chose each step."""
+    tasks: Tasks | None = None
+    """The numbers of tasks, where samples say theirs."""
+    suffixes: bool = False
+    """Whether samples also have the prompts with text after the instruction."""
     mine: Int[Array, "n"]
     """Which samples of the batch are this host's."""
     memory: FrameMemory = field(default_factory=FrameMemory)
@@ -78,7 +91,9 @@ class Gatherer:
         """Copy this host's samples together. Numbers are computed of the whole batch: any sample may lend a tail."""
         mine, h = self.mine, self.critic_horizon
         columns, prompts = self._columns(draw)
-        now = dict(self.transform.low_dim(columns.pop("state"), columns.pop("actions"), prompts))
+        columns |= {} if self.tasks is None else self.tasks.columns(prompts)
+        state, own_prompts = columns.pop("state"), [prompts[sample] for sample in mine]
+        now = dict(self.transform.low_dim(state, columns.pop("actions"), prompts))
         chunks = now["actions"][:, :h]
         columns |= {"critic_actions": fill_tails(chunks, draw.known, choose_donors(chunks, draw.known))}
         if draw.for_actor is not None:
@@ -87,9 +102,12 @@ class Gatherer:
         next_state, next_rows = columns.pop("next_state"), columns.pop("next_rows")
         batch = ChunkBatch(actions=now.pop("actions"))
         batch.update(columns)  # type: ignore[typeddict-item]
+        if self.suffixes:
+            assert isinstance(self.transform, Suffixing)
+            batch["suffixed_prompts"] = Prompts(**self.transform.suffixed_prompts(state[mine], own_prompts))  # type: ignore[typeddict-item]
         views = {"observations": (draw.rows[mine], now)}
         if self.next_observations:
-            later = dict(self.transform.low_dim(next_state, None, [prompts[sample] for sample in mine]))
+            later = dict(self.transform.low_dim(next_state, None, own_prompts))
             views["next_observations"] = (next_rows, later)
         pictures = self._pictures(draw, [rows for rows, _ in views.values()])
         for (name, (_, low_dim)), image in zip(views.items(), pictures, strict=True):

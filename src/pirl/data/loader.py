@@ -21,6 +21,7 @@ from pirl.data.gather import Draw, Gatherer, LowDimTransform
 from pirl.data.pool import DatasetStatistics, MemoryPool, Resident, dataset_statistics, fingerprint, row_generator
 from pirl.data.replay import MemorySource, ReplayBuffer, ReplayStream
 from pirl.data.takeovers import TakeoverRule
+from pirl.data.tasks import Tasks
 from pirl.errors import ConfigError, DataError
 from pirl.records import Array, ChunkBatch, EpisodeSource
 
@@ -35,6 +36,8 @@ class ACRLPDDataLoader:
     something, `config.online_fraction` of each batch is drawn from it, after the share that is the actor's alone
     (`config.online_actor_share`). A batch prepared before an `append` is thrown
     away and drawn again, so batches never depend on thread timing.
+
+    With `tasks` batches also number their rows' tasks, with `suffixes` they have `transform.suffixed_prompts`.
 
     With `sharding` batches are global device arrays; the processes' rows follow each other in `host_id`'s order.
     """
@@ -51,6 +54,8 @@ class ACRLPDDataLoader:
         replay: ReplayBuffer | None = None,
         next_observations: bool = True,
         corrections: bool = False,
+        tasks: bool = False,
+        suffixes: bool = False,
         sharding: Any = None,
         host_id: int = 0,
         host_count: int = 1,
@@ -87,6 +92,8 @@ class ACRLPDDataLoader:
             n_step=config.n_step,
             next_observations=next_observations,
             corrections=corrections,
+            tasks=Tasks.of(source) if tasks else None,
+            suffixes=suffixes,
             mine=np.arange(batch_size).reshape(host_count, -1)[host_id],
         )
         self.held_out: EpisodeSource | None = None

@@ -169,34 +169,43 @@ def state_prompt(text: str, bins: Sequence[int]) -> str:
 
 
 def tokenize_prompt(
-    tokenizer: Tokenizer, text: str, length: int, state: Float[Array, "S"] | None = None
+    tokenizer: Tokenizer, text: str, length: int, state: Float[Array, "S"] | None = None, *, whole: bool = False
 ) -> tuple[Int32[Array, "L"], Bool[Array, "L"]]:
     """One prompt, padded with 0 to `length`, and the mask of what is not padding; `state` is the normalised state.
 
     Without a state this is π₀'s prompt, in which the newline is encoded by itself: it marks where the answer starts.
+    A prompt that is too long is cut off, or refused where it is to stay `whole`.
     """
     if state is None:
         ids = [tokenizer.bos_id, *tokenizer.encode(clean_prompt(text)), *tokenizer.encode("\n")]
     else:
         ids = [tokenizer.bos_id, *tokenizer.encode(state_prompt(text, discretize_state(state).tolist()))]
     if len(ids) > length:
-        _warn_cut(text, length)
+        _cut(text, length, whole=whole)
     tokens = np.zeros(length, np.int32)
     tokens[: len(ids)] = ids[:length]
     return tokens, np.arange(length) < len(ids)
 
 
-def _warn_cut(text: str, length: int) -> None:
+def _cut(text: str, length: int, *, whole: bool) -> None:
     """The text of this warning depends on the task alone, so Python's default filter shows it once per task."""
-    warnings.warn(f"the prompt {text!r} has more than {length} tokens and is cut off", PirlWarning, stacklevel=3)
+    problem = f"the prompt {text!r} has more than {length} tokens"
+    if whole:
+        raise DataError(
+            f"{problem}, and its end tells the policy what to do",
+            hint="give the model longer prompts, such as --model.max-token-len 64",
+        )
+    warnings.warn(f"{problem} and is cut off", PirlWarning, stacklevel=3)
 
 
 class PromptEncoder:
     """`tokenize_prompt` for batches: equal to it, and remembers what does not change from sample to sample."""
 
-    def __init__(self, tokenizer: Tokenizer, length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, length: int, *, whole: bool = False) -> None:
+        """`whole` refuses prompts that are too long, where their end matters."""
         self._tokenizer = tokenizer
         self._length = length
+        self._whole = whole
         self._prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_prompt)
         self._head = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_head)
 
@@ -209,11 +218,11 @@ class PromptEncoder:
         elif self._tokenizer.digits_stand_alone:
             return self._assemble(texts, discretize_state(state))
         else:
-            rows = [tokenize_prompt(self._tokenizer, t, self._length, s) for t, s in zip(texts, state, strict=True)]
+            rows = [self._encode_prompt(text, one) for text, one in zip(texts, state, strict=True)]
         return np.stack([tokens for tokens, _ in rows]), np.stack([mask for _, mask in rows])
 
-    def _encode_prompt(self, text: str) -> tuple[Array, Array]:
-        return tokenize_prompt(self._tokenizer, text, self._length)
+    def _encode_prompt(self, text: str, state: Array | None = None) -> tuple[Array, Array]:
+        return tokenize_prompt(self._tokenizer, text, self._length, state, whole=self._whole)
 
     def _encode_head(self, text: str, below: bool) -> Array:
         """Everything before the first digit of the state; a minus sign may share a token with the space before it."""
@@ -249,7 +258,7 @@ class PromptEncoder:
         used = wide >= 0
         lengths = used.sum(axis=1)
         for i in np.flatnonzero(lengths > self._length).tolist():
-            _warn_cut(texts[i], self._length)
+            _cut(texts[i], self._length, whole=self._whole)
         if lengths.max(initial=0) > self._length:
             used &= np.cumsum(used, axis=1) <= self._length
         mask = np.arange(self._length) < lengths[:, None]

@@ -46,6 +46,8 @@ class Transform:
     """Height and width of the model's pictures."""
     default_prompt: str | None = None
     """Instruction where an observation has none; before the robot's own default."""
+    suffixes: tuple[str, ...] = ()
+    """Texts that may follow the instruction: the first does whenever a policy acts, training reads all of them."""
 
     def __post_init__(self) -> None:
         robot = self.robot
@@ -80,7 +82,9 @@ class Transform:
 
     @cached_property
     def _prompts(self) -> PromptEncoder | None:
-        return None if self.tokenizer is None else PromptEncoder(self.tokenizer, self.token_len)
+        if self.tokenizer is None:
+            return None
+        return PromptEncoder(self.tokenizer, self.token_len, whole=bool(self.suffixes))
 
     def low_dim(
         self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
@@ -100,6 +104,18 @@ class Transform:
             tokens, mask = self._prompts(prompts, normal if self.discrete_state else None)
             out[TOKENIZED_PROMPT], out[TOKENIZED_PROMPT_MASK] = tokens, mask
         return out
+
+    def suffixed_prompts(self, state: Float[Array, "B S"], prompts: Sequence[str]) -> dict[str, Array]:
+        """The prompts of these states with each suffix: tokens and masks [B, V, L]."""
+        each = [self.low_dim(state, None, [suffixed(prompt, suffix) for prompt in prompts]) for suffix in self.suffixes]
+        return {key: np.stack([low[key] for low in each], axis=1) for key in (TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK)}
+
+    def acting_prompts(self, raws: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The prompt of each flat observation at inference, with the first suffix; none without a tokenizer."""
+        if self.tokenizer is None:
+            return []
+        prompts = [self.robot.find_prompt(raw, self.default_prompt) for raw in raws]
+        return [suffixed(prompt, self.suffixes[0]) for prompt in prompts] if self.suffixes else prompts
 
     def images(self, raw: Mapping[str, Any]) -> tuple[dict[str, UInt8[Array, "h w 3"]], dict[str, np.bool_]]:
         """Pictures of one observation by camera slot, letterboxed to the model's size, and which of them are real."""
@@ -126,8 +142,10 @@ class Transform:
 
     def _sample(self, raw: Mapping[str, Any], *, with_actions: bool) -> dict[str, Any]:
         robot = self.robot
-        prompts = [] if self.tokenizer is None else [robot.find_prompt(raw, self.default_prompt)]
-        actions = robot.find_actions(raw)[None] if with_actions else None
+        actions, prompts = None, self.acting_prompts([raw])
+        if with_actions:
+            actions = robot.find_actions(raw)[None]
+            prompts = [robot.find_prompt(raw, self.default_prompt)] if prompts else []
         low = self.low_dim(robot.find_state(raw)[None], actions, prompts)
         images, masks = self.images(raw)
         return {IMAGE: images, IMAGE_MASK: masks, **{key: value[0] for key, value in low.items()}}
@@ -152,6 +170,11 @@ class Transform:
 
     def _normalize(self, x: Array, key: str) -> Array:
         return x if self.norm_stats is None else normalize(x, self.norm_stats[key], quantile=self.quantile)
+
+
+def suffixed(prompt: str, suffix: str) -> str:
+    """The instruction with its suffix."""
+    return f"{prompt.strip()}{suffix}"
 
 
 def _pad(x: Float[Array, "*B D"], dim: int) -> Float32[Array, "*B M"]:

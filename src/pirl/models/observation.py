@@ -1,10 +1,11 @@
 """The policy's observation: OpenPI's model input as a pytree."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt8
 
@@ -51,3 +52,12 @@ def batch_size(observation: Observation) -> int:
     """Number of samples."""
     state: Shaped[AnyArray, "B S"] = observation.state
     return state.shape[0]
+
+
+def with_prompt(observation: Observation, prompts: Mapping[str, Array], which: Int[Array, "B"]) -> Observation:
+    """The observations with one of several prompts each (a batch's `suffixed_prompts`)."""
+    tokens, mask = (
+        jnp.take_along_axis(prompts[name], which[:, None, None], axis=1)[:, 0]
+        for name in (names.TOKENIZED_PROMPT, names.TOKENIZED_PROMPT_MASK)
+    )
+    return replace(observation, tokenized_prompt=tokens, tokenized_prompt_mask=mask)

@@ -109,14 +109,13 @@ def model_inputs(
     raws = [flatten(raw) for raw in observations]
     robot = transform.robot
     states = np.stack([robot.find_state(raw) for raw in raws])
-    prompts = [] if transform.tokenizer is None else [robot.find_prompt(raw, transform.default_prompt) for raw in raws]
     found = _find_cameras(transform, raws[0], cameras)
     images = {
         slot: np.stack([fit(parse_image(raw[key], key), transform.image_size) for raw in raws])
         for slot, key in found.items()
     }
     masks = {slot: np.ones(len(raws), bool) for slot in images}
-    return states, {IMAGE: images, IMAGE_MASK: masks, **transform.low_dim(states, None, prompts)}
+    return states, {IMAGE: images, IMAGE_MASK: masks, **transform.low_dim(states, None, transform.acting_prompts(raws))}
 
 
 def _find_cameras(transform: Transform, raw: Mapping[str, Any], cameras: Sequence[str]) -> dict[str, str]:

@@ -130,7 +130,7 @@ class Planner:
     def _row(self, observation: Mapping[str, Any], number: tuple[int, int], before: Any, delay: int) -> Row:
         robot, transform = self.robot, self.transform
         raw = flatten(observation)
-        prompts = [] if transform.tokenizer is None else [robot.find_prompt(raw, transform.default_prompt)]
+        prompts = transform.acting_prompts([raw])
         if prompts and len(prompts[0]) > LONGEST_PROMPT:
             raise DataError(f"an instruction of {len(prompts[0])} characters", hint=f"at most {LONGEST_PROMPT}")
         state = robot.find_state(raw)

@@ -57,6 +57,7 @@ def build_transform(config: RLTrainConfig) -> Transform:
         quantile=config.quantile_norm,
         discrete_state=config.discrete_state,
         image_size=config.model.image_size,
+        prompt_suffixes=config.agent.prompt_suffixes,
     )
 
 
@@ -197,6 +198,7 @@ def build_held_out_loader(
         horizon=config.horizon,
         discount=config.discount,
         next_observations=config.has_critic,
+        suffixes=bool(config.agent.prompt_suffixes),
         sharding=data_sharding(mesh),
         host_id=jax.process_index(),
         host_count=jax.process_count(),
@@ -297,6 +299,8 @@ def build_loader(
         replay=replay,
         next_observations=config.has_critic,
         corrections=config.agent.heeds_corrections,
+        tasks=config.agent.knows_tasks,
+        suffixes=bool(config.agent.prompt_suffixes),
         sharding=data_sharding(mesh),
         host_id=jax.process_index(),
         host_count=jax.process_count(),

@@ -23,7 +23,7 @@ from pirl.data.takeovers import as_learned
 from pirl.data.transforms import Transform
 from pirl.files import json_text, write_text
 from pirl.models import flow
-from pirl.models.observation import Observation
+from pirl.models.observation import Observation, with_prompt
 from pirl.parallel.distributed import is_main
 from pirl.parallel.placement import batch_on
 from pirl.parallel.sharding import data_sharding, replicated
@@ -150,7 +150,10 @@ class HeldOut:
         act, flowing, sampling = (jax.vmap(lambda key, k=k: jax.random.fold_in(key, k))(keys) for k in range(3))
         here = Observation.from_dict(batch["observations"])
         actions, valid = batch["actions"], batch["valid"]
-        chunk = self._agent.act(state, here, act).astype(jnp.float32)
+        first = jnp.zeros(len(actions), jnp.int32)
+        prompts = batch.get("suffixed_prompts")
+        acting = here if prompts is None else with_prompt(here, prompts, first)
+        chunk = self._agent.act(state, acting, act).astype(jnp.float32)
         found = {"chunk": chunk, "actions": actions, "valid": valid}
         policy, dims = getattr(self._agent, "policy", None), self._transform.robot.action_dim
         with_values = "critic" in state.params  # a checkpoint may hold the policy alone
