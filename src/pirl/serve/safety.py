@@ -141,7 +141,7 @@ class SafetyNet:
         config = self.config.novelty
         if config is None or novelty is None or novelty <= config.limit:
             return self._within(chunk, state, last, expected)
-        reason = f"novelty: {novelty:.3g}, within the limit {config.limit:.3g}: nothing like it in the training data"
+        reason = f"novelty: {novelty:.3g} exceeds the limit {config.limit:.3g}: nothing similar in the training data"
         if config.mode == "refuse":
             return LimitedChunk(chunk=None, rules=("novelty",), reason=reason)
         found = self._within(chunk, state, last, expected)
