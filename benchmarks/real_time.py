@@ -1,16 +1,23 @@
 """Success and smoothness with and without real-time chunking, at injected latency, on the simulated tabletop.
 
-    python benchmarks/real_time.py checkpoints/bc_tabletop/first --episodes 200
+    python benchmarks/real_time.py checkpoints/bc_tabletop/first --episodes 200 --trained checkpoints/bc_tabletop/late
 
-The robot never waits: it asks for the next chunk after `--execute` steps of its chunk, goes on with the rest while the
-server plans, and takes the new chunk up where the world is by then. Time is counted in control steps (`--hz` of them a
-second), so the numbers do not depend on this machine. Both ways meet the same initial states and the same noise.
+Ways to bridge the latency:
+
+    waits      executes half a chunk, then stands still until the next is there, as a stock client does
+    takes up   asks after `--execute` steps of its chunk, goes on with the rest, takes the new one up where the world is
+    guided     the same with real-time chunking by guidance
+    trained    the same with the checkpoint of `--trained`, which learned to go on from given steps; "not told": of the
+               same weights, without given steps
+
+Time is counted in control steps (`--hz` of them a second), so the numbers do not depend on this machine. All ways meet
+the same initial states and the same noise.
 """
 
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,32 +40,44 @@ class Row(NamedTuple):
 
     latency_ms: int
     steps: int
-    real_time: bool
+    way: str
     success: Rate
     jump: float
     """Mean distance between a new chunk's first move and what the old one had planned for then; both are at most √2."""
     change: float
     """Mean distance between successive moves."""
+    length: float
+    """Mean control steps of an episode that succeeds."""
+    jerk: float
+    """Mean third difference of the gripper's path, in full moves."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", help="a run or step of a policy for the tabletop")
+    parser.add_argument("--trained", help="a policy trained with agent.real_time_delay")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--execute", type=int, default=1, help="steps of a chunk before the next is asked for")
+    parser.add_argument("--max-steps", type=int, help="control steps of an episode (default: the level's)")
     parser.add_argument("--latencies", type=int, nargs="+", default=[0, 100, 200, 300], metavar="MS")
     parser.add_argument("--hz", type=float, default=10.0, help="control steps per second")
     parser.add_argument("--out", type=Path, help="JSON file with the table")
     args = parser.parse_args()
     planner = Planner(open_checkpoint(args.checkpoint), real_time=True).compile()
-    rows = list(table(planner, args))
-    print("| latency | steps late | real-time chunking | success (95 %) | jump to a new chunk | change per step |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
+    ways: dict[str, tuple[Planner, bool]] = {"waits": (planner, False), "takes up": (planner, False)}
+    ways["guided"] = (planner, True)
+    if args.trained:
+        late = Planner(open_checkpoint(args.trained), real_time=True).compile()
+        ways |= {"trained": (late, True), "trained, not told": (late, False)}
+    print("| latency | way | success (95 %) | steps to success | jump to a new chunk | change per step | jerk |")
+    print("|---|---|---|---|---|---|---|")
+    rows = []
+    for row in table(ways, args):
+        rows.append(row)
         low, high = row.success.interval
         rate = f"{row.success.value:.2f} ({low:.2f}–{high:.2f})"
-        way = "with" if row.real_time else "without"
-        print(f"| {row.latency_ms} ms | {row.steps} | {way} | {rate} | {row.jump:.3f} | {row.change:.3f} |")
+        measured = f"{row.length:.1f} | {row.jump:.3f} | {row.change:.3f} | {row.jerk:.3f}"
+        print(f"| {row.latency_ms} ms | {row.way} | {rate} | {measured} |", flush=True)
     if args.out is not None:
         args.out.write_text(
             json.dumps([row._asdict() | {"success": asdict(row.success)} for row in rows], indent=2) + "\n"
@@ -66,28 +85,69 @@ def main() -> int:
     return 0
 
 
-def table(planner: Planner, args: argparse.Namespace) -> Iterator[Row]:
-    horizon = planner.config.horizon
+def table(ways: Mapping[str, tuple[Planner, bool]], args: argparse.Namespace) -> Iterator[Row]:
     for latency in args.latencies:
         late = math.ceil(latency / 1000 * args.hz)
-        if args.execute + 2 * late >= horizon:
-            raise SystemExit(f"{latency} ms are {late} steps: a chunk of {horizon} runs out before the next is there")
-        for real_time in (False, True):
-            wins, jumps, changes = [], [], []
-            for number in range(args.episodes):
-                success, moves, jumped = episode(planner, number, args.execute, late, real_time=real_time)
-                wins.append(success)
-                changes.extend(np.linalg.norm(np.diff(moves, axis=0), axis=1))
-                jumps.extend(jumped)
-            rate = Rate(successes=sum(wins), trials=len(wins))
-            yield Row(latency, late, real_time, rate, float(np.mean(jumps)), float(np.mean(changes)))
+        for way, (planner, real_time) in ways.items():
+            horizon = planner.config.horizon
+            if args.execute + 2 * late >= horizon:
+                raise SystemExit(
+                    f"{latency} ms are {late} steps: a chunk of {horizon} runs out before the next is there"
+                )
+            done = [
+                waiting(planner, number, horizon // 2, late, args.max_steps)
+                if way == "waits"
+                else episode(planner, number, args.execute, late, args.max_steps, real_time=real_time)
+                for number in range(args.episodes)
+            ]
+            wins, moves, jumps = zip(*done, strict=True)
+            yield Row(
+                latency_ms=latency,
+                steps=late,
+                way=way,
+                length=float(
+                    np.mean([float(len(path)) for won, path in zip(wins, moves, strict=True) if won] or [math.nan])
+                ),
+                success=Rate(successes=sum(wins), trials=len(wins)),
+                jump=float(np.mean([jump for each in jumps for jump in each])),
+                change=differences(moves, 1),
+                jerk=differences(moves, 2),
+            )
+
+
+def differences(moves: Sequence[Any], order: int) -> float:
+    """Mean size of the moves' differences of this order; the moves themselves are first differences of the path."""
+    return float(np.mean(np.concatenate([np.linalg.norm(np.diff(one, n=order, axis=0), axis=1) for one in moves])))
+
+
+def waiting(planner: Planner, number: int, execute: int, late: int, limit: int | None) -> tuple[bool, Any, list[float]]:
+    """As `episode`, of a robot that holds what it has and stands still for `late` steps between two chunks."""
+    env = make_env(TabletopConfig(max_steps=limit))
+    env.begin(Context(env.tasks[number % len(env.tasks)], number))
+    chunk: Any = None
+    moves: list[Any] = []
+    jumps: list[float] = []
+    grip, step = -1.0, 0
+    while True:
+        before, chunk = chunk, plan(planner, env.observe(), (number, step), None, 0)
+        if before is not None and late == 0:
+            jumps.append(float(np.linalg.norm(move(chunk[0]) - move(before[execute]))))
+        elif before is not None:
+            jumps.append(float(np.linalg.norm(move(chunk[0]))))
+        still = np.tile([0.0, 0.0, grip], (0 if before is None else late, 1))
+        for action in [*still, *chunk[:execute]]:
+            outcome = env.act(env.check_action(np.asarray(action, np.float32)[: env.action_dim]))
+            moves.append(move(action))
+            grip, step = float(action[2]), step + 1
+            if outcome.success or outcome.terminated or outcome.truncated:
+                return bool(outcome.success), np.array(moves), jumps
 
 
 def episode(
-    planner: Planner, number: int, execute: int, late: int, *, real_time: bool
+    planner: Planner, number: int, execute: int, late: int, limit: int | None, *, real_time: bool
 ) -> tuple[bool, Any, list[float]]:
     """Whether it succeeded, its moves, and how far each new chunk began from where the old one would have gone on."""
-    env = make_env(TabletopConfig())
+    env = make_env(TabletopConfig(max_steps=limit))
     env.begin(Context(env.tasks[number % len(env.tasks)], number))
     chunk, at = plan(planner, env.observe(), (number, 0), None, 0), 0
     ask, coming, moves, jumps = execute, None, [], []

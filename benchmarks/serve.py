@@ -1,12 +1,13 @@
 """How long a robot waits for `pirl serve`: one robot, best-of-N, real-time chunking, and a fleet, over loopback.
 
+    python benchmarks/serve.py --preset none                                 what all but the model costs
     python benchmarks/serve.py --preset pi0_tiny                             small, on a CPU
     python benchmarks/serve.py --preset pi0 --robots 16 --hz 2 --best-of 8   full-size, on a GPU
 
 The server runs in this process, with random weights and three cameras of 224 px; robots are threads of another process
 with pirl's own client. One robot asks again as soon as it has a reply. A fleet asks at a fixed rate, each robot at a
 time of its own; a robot whose reply is late skips its turn. Times are from the request being sent to the reply being
-read, without the first five.
+read, without the first five. With `--preset none` every plan is the same stored answer, 50 actions, at once.
 """
 
 import argparse
@@ -30,6 +31,7 @@ PUBLISHED = (
 )
 """Others' own figures in ms, 3 cameras and ten flow steps, on the machines they name."""
 LEFT_OUT = 5
+NONE = "none"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -56,6 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"\n| what | p50 ms | p99 ms | of it the model, p50 | requests | compiled in |\n|{'---|' * 6}")
     one = {"robots": 1, "hz": None, "requests": args.requests}
     row("one robot", args, one)
+    if args.preset == NONE:
+        return 0
     if args.best_of > 1:
         row(f"one robot, best of {args.best_of}", args, one, best_of=args.best_of)
     if not args.no_real_time:
@@ -85,6 +89,8 @@ def row(
         half, most = np.quantile(times, [0.5, 0.99])
         more = f", {found['skipped']} skipped" if found["skipped"] else ""
         print(f"| {name} | {half:.1f} | {most:.1f} | {1e3 * model:.1f} | {len(times)}{more} | {compiled:.0f} s |")
+        if args.preset == NONE:
+            print(server.metrics.table())
         sys.stdout.flush()
 
 
@@ -94,7 +100,7 @@ def serving(preset: str, *, best_of: int, real_time: bool, max_batch: int) -> It
     import jax
 
     from pirl.agents.acrlpd import ACRLPD
-    from pirl.agents.agent import TrainState
+    from pirl.agents.agent import Choice, TrainState
     from pirl.build import build_agent
     from pirl.models.config import get_preset
     from pirl.models.policy import Preparing
@@ -107,7 +113,10 @@ def serving(preset: str, *, best_of: int, real_time: bool, max_batch: int) -> It
     from pirl.training.build import build_chunk_policy, create_transform
 
     recipe = get_config("acrlpd_aloha_fold")
-    model = replace(get_preset(preset), cameras=CAMERAS, horizon=recipe.model.horizon, action_dim=32)
+    model = get_preset("pi0_tiny" if preset == NONE else preset)
+    model = replace(model, cameras=CAMERAS, horizon=recipe.model.horizon, action_dim=32)
+    if preset == NONE:  # messages of the usual size
+        model = replace(model, image_size=224, vision=replace(model.vision, patch_size=112), horizon=50)
     rollout = replace(recipe.rollout, best_of=best_of)
     data = replace(recipe.data, cameras=CAMERAS, tokenizer="byte")
     config = replace(recipe, model=model, data=data, rollout=rollout, init_weights=None, freeze=None)
@@ -134,6 +143,9 @@ def serving(preset: str, *, best_of: int, real_time: bool, max_batch: int) -> It
     )
     settings = ServeConfig(port=0, max_batch=max_batch, real_time=real_time, max_rate=1e6)
     planner = Planner(acting, batch_sizes=settings.batch_sizes, real_time=real_time).compile()
+    if preset == NONE:
+        answer = Choice(jax.numpy.zeros((1, model.horizon, model.action_dim))), None
+        planner._programs = dict.fromkeys(planner._programs, lambda *_: answer)
     with in_background(PolicyServer(lambda _: planner, settings)) as server:
         yield server
 

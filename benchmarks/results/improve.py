@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=800, help="training steps of each generation")
     parser.add_argument("--generations", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=60, help="episodes to collect per generation")
-    parser.add_argument("--comparison", type=int, default=48, help="most episodes of a blind comparison")
+    parser.add_argument("--comparison", type=int, default=100, help="most episodes of a blind comparison")
     parser.add_argument("--held-out", type=int, default=200, help="states to measure success on")
     args = parser.parse_args(argv)
     for seed in args.seeds:

@@ -112,6 +112,7 @@ def test_the_comparison_is_blind_and_pairs_share_initial_states(tmp_path: Path, 
     improve(config, lambda _: None)
     folder = config.path / "generations/001"
     assignment = Assignment(**json.loads((folder / "assignment.json").read_text()))
+    assert assignment.episodes == 40  # fixed when the comparison begins
     robots = [line.split() for line in calls.read_text().splitlines() if line.startswith("robot")]
     inits = [int(word) for words in robots[1:] for word in words[3].split(",")]
     assert [number - inits[0] for number in inits] == [assignment.pair(episode) for episode in range(len(inits))]

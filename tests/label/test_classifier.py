@@ -20,8 +20,9 @@ from pirl.data.writer import LeRobotWriter
 from pirl.errors import DataError
 from pirl.label import classifier
 from pirl.label.classify import BY, classify
-from pirl.label.features import LAST, pooled
+from pirl.label.features import LAST
 from pirl.models.critic import CriticInputs
+from pirl.training.features import pooled
 
 
 def episodes(count: int, dims: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -22,14 +22,16 @@ Listens on localhost unless --host is set; then also set a key (PIRL_API_KEY or 
 --tls-cert. GET /healthz and /metrics answer over HTTP. SIGTERM finishes pending requests and exits. SIGHUP (or POST
 /reload with the key) reloads the checkpoint for new episodes. SIGUSR1 prints latencies.
 
---shadow DATASET serves nothing: it runs the policy on a recorded dataset and compares the actions."""
+--shadow DATASET serves nothing: it runs the policy on a recorded dataset and compares the actions. --fit-novelty
+DATASET serves nothing either: it stores features of the training data, for `novelty` in a --safety file."""
 EXAMPLES = """\
 examples:
   pirl serve checkpoints/acrlpd_tabletop/first
   pirl serve checkpoints/acrlpd_aloha_fold/box1 --host 0.0.0.0 --api-key-file key.txt --best-of 8 --real-time
   pirl serve gs://openpi-assets/checkpoints/pi05_libero --recipe acrlpd_libero --max-batch 16 --latency
   pirl serve checkpoints/acrlpd_aloha_fold/box1 --safety aloha_limits.yaml --metadata aloha.yaml
-  pirl serve checkpoints/bc_tabletop/first --shadow demos/tabletop --episodes 20"""
+  pirl serve checkpoints/bc_tabletop/first --shadow demos/tabletop --episodes 20
+  pirl serve checkpoints/bc_tabletop/first --fit-novelty demos/tabletop"""
 USAGE = "%(prog)s CHECKPOINT [--port N] [--best-of N] [--real-time] [--shadow DATASET] [--SETTING VALUE ...]"
 KEY_VARIABLE = "PIRL_API_KEY"
 
@@ -72,8 +74,11 @@ def add_arguments(parser: Parser) -> None:
     add("--record-execute", type=positive, metavar="N", help="--record: steps executed of each chunk (as in training)")
     add("--latency", action="store_true", help="print the latency of every stage at the end")
     add("--shadow", metavar="DATASET", help="serve nothing: compare with this recorded dataset")
-    add("--episodes", type=positive, metavar="N", help="--shadow: only the first N episodes")
-    add("--stride", type=positive, default=10, metavar="N", help="--shadow: a chunk every N steps (default 10)")
+    add("--fit-novelty", metavar="DATASET", help="serve nothing: store the features of this training dataset")
+    add("--novelty-file", type=Path, metavar="FILE", help="--fit-novelty: file to write (default: in the checkpoint)")
+    add("--episodes", type=positive, metavar="N", help="--shadow, --fit-novelty: only the first N episodes")
+    stride = "--shadow, --fit-novelty: look every N steps (default 10; for novelty, to see about 5,000 frames)"
+    add("--stride", type=positive, metavar="N", help=stride)
     add("--json", action="store_true", help="--shadow: print the result as JSON")
 
 
@@ -82,15 +87,20 @@ def run(args: argparse.Namespace) -> int:
     _check_extra()
     from pirl.recipes import load
     from pirl.serve.load import loader
+    from pirl.serve.safety import read_safety
 
+    recipe = load(args.recipe) if args.recipe else None
+    if args.fit_novelty:
+        return _fit_novelty(args, recipe)
     settings = _settings(args)
     planners = loader(
         args.checkpoint,
         settings,
         best=args.best,
-        recipe=load(args.recipe) if args.recipe else None,
+        recipe=recipe,
         change=lambda config: _changed(config, args),
         default_prompt=args.default_prompt,
+        novelty=read_safety(args.safety).novelty if args.safety else None,
     )
     return _shadow(args, planners) if args.shadow else _serve(args, planners, settings)
 
@@ -227,6 +237,21 @@ def _recorder(args: argparse.Namespace, server: Any) -> Any:
     return recorder
 
 
+def _fit_novelty(args: argparse.Namespace, recipe: Any) -> int:
+    """What the checkpoint sees of its data, stored beside its weights."""
+    from pirl.serve.novelty import FILE, fit_dataset
+    from pirl.training.acting import find_checkpoint, load_acting
+
+    found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
+    found = replace(found, config=_changed(found.config, args))
+    novelty = fit_dataset(load_acting(found), args.fit_novelty, stride=args.stride, episodes=args.episodes)
+    file = args.novelty_file or found.folder / FILE
+    novelty.save(file)
+    frames, components = novelty.rows.shape
+    print(f"{frames} frames of {args.fit_novelty} in {components} components -> {file}")
+    return 0
+
+
 def _shadow(args: argparse.Namespace, planners: Any) -> int:
     """Compare with a recorded dataset, and print."""
     import json
@@ -240,7 +265,11 @@ def _shadow(args: argparse.Namespace, planners: Any) -> int:
     total = min(len(meta.episodes), args.episodes or len(meta.episodes))
     with Progress("comparing", total, unit="episodes") as progress:
         found = shadow(
-            planner, meta.root, episodes=args.episodes, stride=args.stride, on_episode=lambda _: progress.advance()
+            planner,
+            meta.root,
+            episodes=args.episodes,
+            stride=args.stride or 10,
+            on_episode=lambda _: progress.advance(),
         )
     if args.json:
         print(json.dumps({"policy": planner.name, "dataset": str(args.shadow), **found.to_json()}))

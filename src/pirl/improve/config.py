@@ -50,7 +50,7 @@ class LoopConfig:
     """Roll back without a comparison if the candidate's held-out success is lower than the best one's by more than
     this."""
     comparison: int = 100
-    """Most episodes of a comparison, over both policies. It stops as soon as the interval excludes 0."""
+    """Most episodes of a comparison, over both policies; fixed when it begins. It stops as soon as one is better."""
     look_every: int = 8
     """Episodes between checks of the comparison; a multiple of `block`."""
     block: int = 4
@@ -69,14 +69,16 @@ class LoopConfig:
         for name in ("generations", "episodes", "comparison", "look_every"):
             if getattr(self, name) < 1:
                 refuse(f"{name} is {getattr(self, name)}", "at least 1")
+        if self.comparison < 2:
+            refuse("a comparison of one episode", "at least one of each policy, 2")
         if self.block < 2 or self.block % 2 or self.look_every % self.block:
             refuse(
                 f"blocks of {self.block} episodes, looked at every {self.look_every}", "an even block, and whole ones"
             )
         if self.classifier is not None and not 0.5 <= self.classifier <= 1:
             refuse(f"classifier is {self.classifier}", "the wanted share of right labels, 0.5 to 1")
-        if not 0 < self.alpha < 1 or self.held_out < 0 or not self.held_out_drop >= 0 or self.seed < 0:
-            refuse("alpha, held_out, held_out_drop or seed is out of range", "0 < alpha < 1, the others 0 or more")
+        if not 0 < self.alpha < 0.5 or self.held_out < 0 or not self.held_out_drop >= 0 or self.seed < 0:
+            refuse("alpha, held_out, held_out_drop or seed is out of range", "0 < alpha < 0.5, the others 0 or more")
         if self.robot is not None:
             try:
                 asked = {name for _, name, _, _ in string.Formatter().parse(self.robot) if name is not None}

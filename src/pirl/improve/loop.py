@@ -222,18 +222,19 @@ def _held_out(config: LoopConfig, candidate: str, folder: Path, doing: Say) -> d
 
 
 def _compare(config: LoopConfig, now: State, candidate: str, folder: Path, doing: Say) -> dict[str, Any]:
-    """Run both policies blindly until the interval excludes 0 or episodes run out. Does not reveal the leader."""
+    """Run both policies blindly until one is better or episodes run out. Does not reveal the leader."""
     if (done := state.read_part(folder, "compared")) is not None:
         return dict(done)
     dataset, first = folder / "comparison", (2 * now.number + 1) * _APART
     secret = state.read_part(folder, "assignment")
     if secret is None:
-        secret = state.write_part(folder, "assignment", {"seed": secrets.randbits(32), "block": config.block})
+        plan = {"block": config.block, "episodes": config.comparison}  # later changes are for the next comparison
+        secret = state.write_part(folder, "assignment", {"seed": secrets.randbits(32), **plan})
     assignment = Assignment(**secret)
     outcomes = read_outcomes(dataset) if num_recorded(dataset) else []
     found = compare(outcomes, assignment, alpha=config.alpha)
-    if found.verdict == "undecided" and len(outcomes) < config.comparison:
-        doing(f"compare the candidate with {now.policy}, blindly, in at most {config.comparison} episodes")
+    if found.verdict == "undecided" and len(outcomes) < assignment.episodes:
+        doing(f"compare the candidate with {now.policy}, blindly, in at most {assignment.episodes} episodes")
         local = {"host": "127.0.0.1", "port": 0}
         logs = [folder / f"serve-{name}.log" for name in ("current", "candidate")]
         with (
@@ -247,11 +248,11 @@ def _compare(config: LoopConfig, now: State, candidate: str, folder: Path, doing
                 api_key=os.environ.get(API_KEY),
             ) as router,
         ):
-            while found.verdict == "undecided" and (have := len(outcomes)) < config.comparison:
-                count = min(config.look_every - have % config.look_every, config.comparison - have)
+            while found.verdict == "undecided" and (have := len(outcomes)) < assignment.episodes:
+                count = min(config.look_every - have % config.look_every, assignment.episodes - have)
                 inits = [first + assignment.pair(episode) for episode in range(have, have + count)]
                 address = f"ws://127.0.0.1:{router.port}"
                 _operate(config, dataset, inits, address, folder, purpose="compare", say=doing)
                 outcomes = read_outcomes(dataset)
                 found = compare(outcomes, assignment, alpha=config.alpha)
-    return dict(state.write_part(folder, "compared", {**asdict(found), "verdict": found.verdict, "text": str(found)}))
+    return dict(state.write_part(folder, "compared", {**asdict(found), "text": str(found)}))

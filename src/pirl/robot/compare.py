@@ -1,17 +1,23 @@
 """Blind comparison of two policies on a robot, valid at any stopping time.
 
-Episodes come in blocks. Each block runs both policies equally often, in random order, and its k-th episodes of A and B
-are a pair (they can share an initial state). A pair that only B solves is a win, a pair that only A solves a loss; ties
-say nothing about which is better. So the difference in success rates, δ = P(B succeeds) - P(A succeeds), is the mean of
-D = +1, -1 or 0 over pairs.
+Episodes come in blocks. Each block runs both policies equally often, in random order, and its k-th episodes of A and
+B are a pair (they can share an initial state). A pair that only B solves is a win, a pair that only A solves a loss;
+ties say nothing about which is better. So the difference in success rates, δ = P(B succeeds) - P(A succeeds), is the
+mean of D = +1, -1 or 0 over pairs.
 
-The test bets against every candidate δ = m. A bettor who starts with 1 and stakes λ on "above" has Π(1 + λ(D - m)): if
-the mean of D is m (or less) whatever happened before, this is a fair (or losing) game, and a stake on "below" likewise.
-The stakes here are mixtures over fixed λ, half on each side. A game that is not winning multiplies its stake by 1/α at
-any time with probability at most α (Ville), so all m against which the bettor has not won 1/α form an interval that
-contains δ at all times with probability 1 - α: a confidence sequence (Waudby-Smith and Ramdas, arXiv 2010.09686). Look
-as often as you like and stop when it leaves out 0. Initial states may differ in difficulty, and policies may have any
-success rates.
+The verdict is an exact sequential sign test, valid at any stopping time up to N pairs, which are fixed beforehand. If
+neither policy is better, every pair that is not a tie is a fair coin flip, so wins minus losses is a symmetric random
+walk. The test rejects once the walk leaves bounds that it leaves by pair t with probability at most α·t/N under the
+null hypothesis (error spending, Lan and DeMets 1983). The bounds are the narrowest possible, computed from the exact
+distribution of the walk given the ties, so they also hold for few pairs. Difficulty may vary between initial states;
+pairs must be independent of the outcomes of earlier ones.
+
+The interval is a confidence sequence (Waudby-Smith and Ramdas, arXiv 2010.09686). It bets against every candidate
+δ = m. A bettor who starts with 1 and stakes λ on "above" has Π(1 + λ(D - m)): if the mean of D is at most m, this is a
+fair or losing game; likewise for stakes on "below". The stakes are mixtures over fixed λ, half on each side. Such a
+game ever reaches 1/α with probability at most α (Ville), so the m at which the bettor has less form an interval that
+contains δ at all times with probability 1 - α. It needs no N and is wider than the sign test, so it is clipped at 0 to
+agree with the verdict, which makes its confidence 1 - 2α.
 """
 
 from collections.abc import Sequence
@@ -39,8 +45,12 @@ class Assignment:
     """Of the random order; the operator must not know it."""
     block: int = 4
     """Episodes per block, even. In blocks of 2 an operator knows that the second episode is the other policy."""
+    episodes: int = 100
+    """Most episodes of the comparison, of both policies together. Fixed before the first: the test's bounds need it."""
 
     def __post_init__(self) -> None:
+        if self.episodes < 2:
+            raise ConfigError(f"compare: at most {self.episodes} episodes", hint="at least one of each policy, 2")
         if self.block < 2 or self.block % 2:
             raise ConfigError(f"compare: blocks of {self.block} episodes", hint="an even number, such as 4")
 
@@ -73,49 +83,98 @@ class BlindComparison:
     """Pairs that only A solved."""
     ties: int
     """Pairs that both solved, or neither."""
+    verdict: Verdict
+    """The test's verdict about B; final once decided."""
     low: float
     """Lower end of the interval of the difference."""
     high: float
     """Upper end."""
     alpha: float
-    """One minus its confidence."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """The interval's verdict about B."""
-        return "better" if self.low >= 0 else "worse" if self.high <= 0 else "undecided"
+    """Share of wrong verdicts to accept; the interval's confidence is 1 - 2 alpha."""
 
     def __str__(self) -> str:
         (a, b), (n, m) = self.successes, self.episodes
         return (
             f"A {a}/{n}, B {b}/{m}: B is {self.verdict}; the difference is in [{self.low:+.2f}, {self.high:+.2f}] "
-            f"with {1 - self.alpha:.0%} confidence ({self.wins} wins, {self.losses} losses, {self.ties} ties)"
+            f"with {1 - 2 * self.alpha:.0%} confidence ({self.wins} wins, {self.losses} losses, {self.ties} ties)"
         )
 
 
 def compare(outcomes: Sequence[bool], assignment: Assignment, *, alpha: float = 0.05) -> BlindComparison:
-    """The comparison after these episodes, in their order. A pair counts once both of its episodes are there."""
-    if not 0 < alpha < 1:
+    """The comparison after these episodes, in their order; those beyond `assignment.episodes` are not looked at.
+
+    A pair counts once both of its episodes are there.
+    """
+    if not 0 < alpha < 0.5:
         raise ConfigError(f"compare: alpha is {alpha}", hint="the share of wrong decisions to accept, such as 0.05")
+    outcomes = outcomes[: assignment.episodes]
     arms = [assignment.arm(episode) for episode in range(len(outcomes))]
-    pairs: dict[int, dict[int, bool]] = {}
+    open_pairs: dict[int, int] = {}
+    differences: list[int] = []
     for episode, (arm, success) in enumerate(zip(arms, outcomes, strict=True)):
-        pairs.setdefault(assignment.pair(episode), {})[arm] = bool(success)
-    whole = [pair for pair in pairs.values() if len(pair) == 2]
-    wins, losses = sum(p[1] > p[0] for p in whole), sum(p[1] < p[0] for p in whole)
-    ties = len(whole) - wins - losses
-    low, high = interval(wins, losses, ties, alpha=alpha)
+        share = int(success) if arm else -int(success)
+        pair = assignment.pair(episode)
+        if pair in open_pairs:
+            differences.append(open_pairs.pop(pair) + share)
+        else:
+            open_pairs[pair] = share
+    wins, losses = differences.count(1), differences.count(-1)
+    verdict = _verdict(differences, most=assignment.episodes // 2, alpha=alpha)
+    low, high = interval(wins, losses, differences.count(0), alpha=alpha)
     solved = [sum(bool(s) for a, s in zip(arms, outcomes, strict=True) if a == arm) for arm in (0, 1)]
     return BlindComparison(
         successes=(solved[0], solved[1]),
         episodes=(arms.count(0), arms.count(1)),
         wins=wins,
         losses=losses,
-        ties=ties,
-        low=low,
-        high=high,
+        ties=differences.count(0),
+        verdict=verdict,
+        low=max(low, 0.0) if verdict == "better" else min(low, 0.0) if verdict == "undecided" else low,
+        high=min(high, 0.0) if verdict == "worse" else max(high, 0.0) if verdict == "undecided" else high,
         alpha=alpha,
     )
+
+
+def _verdict(differences: Sequence[int], *, most: int, alpha: float) -> Verdict:
+    if not differences:
+        return "undecided"
+    first, better = first_decision(np.array([differences]), most=most, alpha=alpha)
+    return "undecided" if first[0] < 0 else "better" if better[0] else "worse"
+
+
+def first_decision(
+    differences: Int[Array, "runs pairs"], *, alpha: float, most: int | None = None
+) -> tuple[Int[Array, "runs"], Bool[Array, "runs"]]:
+    """The sign test: (the pair that decides each comparison, or -1; whether it calls B better).
+
+    `most`: the pairs that were planned; None: as many as there are.
+    """
+    runs, pairs = differences.shape
+    most = pairs if most is None else most
+    chance = np.ones((runs, 1))  # of each distance from 0, if neither is better and nothing was decided yet
+    net, spent = np.zeros(runs, np.int64), np.zeros(runs)
+    first, better = np.full(runs, -1), np.zeros(runs, bool)
+    for pair in range(min(pairs, most)):
+        fair = (differences[:, pair] != 0)[:, None]
+        chance = np.where(fair, _fair_step(chance), np.pad(chance, ((0, 0), (0, 1))))
+        net += differences[:, pair]
+        beyond = np.pad(chance[:, ::-1].cumsum(axis=1)[:, ::-1], ((0, 0), (0, 1)))
+        allowed = beyond <= (alpha * (pair + 1) / most - spent)[:, None]
+        allowed[:, 0] = False
+        bound = allowed.argmax(axis=1)  # the first; beyond the last distance there is nothing
+        spent += beyond[np.arange(runs), bound]
+        chance = np.where(np.arange(bound.max()) < bound[:, None], chance[:, : bound.max()], 0)
+        now = (np.abs(net) >= bound) & (first < 0)
+        first[now], better[now] = pair, net[now] > 0
+    return first, better
+
+
+def _fair_step(chance: Float[Array, "runs n"]) -> Float[Array, "runs m"]:
+    """The distance from 0 of a fair walk, one step later; m = n + 1."""
+    after = np.pad(chance / 2, ((0, 0), (1, 0)))
+    after[:, : chance.shape[1] - 1] += chance[:, 1:] / 2
+    after[:, 1] += chance[:, 0] / 2  # from 0 both ways lead to 1
+    return after
 
 
 def interval(wins: int, losses: int, ties: int, *, alpha: float) -> tuple[float, float]:
@@ -144,17 +203,3 @@ def log_wealth(
     both = np.concatenate([up, down], axis=-1)
     largest = both.max(axis=-1, keepdims=True)
     return np.log(np.exp(both - largest).mean(axis=-1)) + largest[..., 0]
-
-
-def first_decision(
-    differences: Int[Array, "runs pairs"], *, alpha: float
-) -> tuple[Int[Array, "runs"], Bool[Array, "runs"]]:
-    """For simulated comparisons: (the pair after which 0 is left out, or -1; whether B was called better)."""
-    wins, losses = (differences > 0).cumsum(axis=1), (differences < 0).cumsum(axis=1)
-    table = int(max(wins.max(), losses.max())) + 1
-    counts = np.arange(table, dtype=np.float64)
-    wealth = log_wealth(np.zeros((table, table)), counts[:, None], counts[None], np.zeros((table, table)))
-    decided = wealth[wins, losses] >= -np.log(alpha)
-    first = np.where(decided.any(axis=1), decided.argmax(axis=1), -1)
-    rows = np.arange(len(differences))
-    return first, (first >= 0) & (wins > losses)[rows, first]

@@ -23,6 +23,8 @@ SPREAD = "pirl/spread"
 """Standard deviation of the values of all candidates."""
 CANDIDATES = "pirl/candidates"
 """Chunks that were compared."""
+NOVELTY = "pirl/novelty"
+"""How far the observation is from the policy's training data; 1 is the distance that one in twenty episodes reaches."""
 
 # In an action, between a takeover and the recorder on the robot; never sent.
 INTERVENTION = "pirl/intervention"

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 from pirl.config import RLTrainConfig
 from pirl.serve.config import ServeConfig
+from pirl.serve.novelty import load_novelty
 from pirl.serve.planner import Planner
+from pirl.serve.safety import NoveltyConfig
 from pirl.serve.server import Load
 from pirl.training.acting import find_checkpoint, load_acting
 
@@ -18,6 +20,7 @@ def loader(
     recipe: RLTrainConfig | None = None,
     change: Callable[[RLTrainConfig], RLTrainConfig] = lambda config: config,
     default_prompt: str | None = None,
+    novelty: NoveltyConfig | None = None,
 ) -> Load:
     """A function that loads the checkpoint as it is when called: a run folder's latest step may be another by then."""
 
@@ -31,6 +34,7 @@ def loader(
             real_time=serve.real_time,
             real_time_limit=serve.real_time_limit,
             default_prompt=default_prompt,
+            novelty=None if novelty is None else load_novelty(found.folder, novelty.file),
         )
         return planner.compile(replaced)
 

@@ -2,17 +2,19 @@
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
+from jaxtyping import Int
 
 STAGES = ("prepare", "wait", "plan", "send", "total")
 """Unpack and transform the observation; wait for the device and for company in the batch; run the model; pack and send
 the reply; from the request's last byte to the reply's."""
 KEPT = 10_000
 """Latest requests of which every time is kept."""
+NOVELTY_BOUNDS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 _HELP = {
@@ -22,7 +24,7 @@ _HELP = {
     "connections": "Connections so far.",
     "throttled": "Requests delayed by the rate limit.",
     "batches": "Batches planned, by size.",
-    "limited": "Chunks the safety net changed or refused, by rule.",
+    "limited": "Chunks that the safety net changed, refused or warned of, by rule.",
     "reloads": "Checkpoint changes, by result.",
     "records": "Calls of the recording hook, by result.",
 }
@@ -37,6 +39,8 @@ class Metrics:
         self._times: dict[str, deque[float]] = {stage: deque(maxlen=KEPT) for stage in STAGES}
         self._buckets = {stage: np.zeros(len(BOUNDS) + 1, np.int64) for stage in STAGES}
         self._sums = dict.fromkeys(STAGES, 0.0)
+        self._novelty = np.zeros(len(NOVELTY_BOUNDS) + 1, np.int64)
+        self._novelty_sum = 0.0
 
     def count(self, name: str, label: str = "", value: str = "") -> None:
         """One more of these."""
@@ -54,6 +58,12 @@ class Metrics:
             self._times[stage].append(seconds)
             self._sums[stage] += seconds
             self._buckets[stage][int(np.searchsorted(BOUNDS, seconds))] += 1
+
+    def novel(self, score: float) -> None:
+        """How far an observation was from the training data."""
+        with self._lock:
+            self._novelty_sum += score
+            self._novelty[int(np.searchsorted(NOVELTY_BOUNDS, score))] += 1
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -86,16 +96,28 @@ class Metrics:
                 lines += [f"pirl_{name}_total 0"] * (not found)
             lines += ["# HELP pirl_latency_seconds Time per stage.", "# TYPE pirl_latency_seconds histogram"]
             for stage, buckets in self._buckets.items():
-                ends = [*(str(bound) for bound in BOUNDS), "+Inf"]
-                for end, n in zip(ends, np.cumsum(buckets).tolist(), strict=True):
-                    lines.append(f'pirl_latency_seconds_bucket{{stage="{stage}",le="{end}"}} {n}')
-                lines.append(f'pirl_latency_seconds_sum{{stage="{stage}"}} {self._sums[stage]:.6f}')
-                lines.append(f'pirl_latency_seconds_count{{stage="{stage}"}} {int(buckets.sum())}')
+                label = f'stage="{stage}"'
+                lines += _histogram("pirl_latency_seconds", label, BOUNDS, buckets, self._sums[stage])
+            if self._novelty.any():
+                lines += ["# HELP pirl_novelty Distance of observations from the training data, in limits."]
+                lines += ["# TYPE pirl_novelty histogram"]
+                lines += _histogram("pirl_novelty", "", NOVELTY_BOUNDS, self._novelty, self._novelty_sum)
         lines += ["# HELP pirl_open_connections Connections now.", "# TYPE pirl_open_connections gauge"]
         lines += [f"pirl_open_connections {open_connections}"]
         lines += ["# HELP pirl_policy_info The policy that new episodes get.", "# TYPE pirl_policy_info gauge"]
         lines += [f"pirl_policy_info{_label('policy', policy)} 1"]
         return "\n".join(lines) + "\n"
+
+
+def _histogram(
+    name: str, label: str, bounds: Sequence[float], buckets: Int[np.ndarray, "n"], total: float
+) -> list[str]:
+    ends = [*(str(bound) for bound in bounds), "+Inf"]
+    before, alone = (f"{label},", f"{{{label}}}") if label else ("", "")
+    lines = [
+        f'{name}_bucket{{{before}le="{end}"}} {n}' for end, n in zip(ends, np.cumsum(buckets).tolist(), strict=True)
+    ]
+    return [*lines, f"{name}_sum{alone} {total:.6f}", f"{name}_count{alone} {int(buckets.sum())}"]
 
 
 def _label(name: str, value: str) -> str:

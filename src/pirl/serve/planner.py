@@ -25,8 +25,10 @@ from pirl.models.observation import Observation
 from pirl.names import ACTIONS, IMAGE, IMAGE_MASK
 from pirl.processes import return_freed_memory
 from pirl.rollout.policy import row_keys
+from pirl.serve.novelty import Novelty
 from pirl.training import compiler
 from pirl.training.acting import Acting
+from pirl.training.features import features
 
 LONGEST_PROMPT = 2000
 """Characters."""
@@ -59,6 +61,8 @@ class PlannedChunk(NamedTuple):
     """The critic's value of it, where the critic chose."""
     spread: float | None
     """Standard deviation of the candidates' values."""
+    novelty: float | None = None
+    """How far the observation is from the training data, where that is asked for."""
 
 
 class Planner:
@@ -73,6 +77,7 @@ class Planner:
         real_time: bool = False,
         real_time_limit: float = 5.0,
         default_prompt: str | None = None,
+        novelty: Novelty | None = None,
     ) -> None:
         """Nothing is compiled before `compile`. `default_prompt` is for observations without an instruction."""
         self.config: RLTrainConfig = acting.found.config
@@ -82,7 +87,7 @@ class Planner:
         self.candidates = self.config.rollout.best_of
         self.batch_sizes, self.real_time, self._limit = tuple(sorted(batch_sizes)), real_time, real_time_limit
         self._state: TrainState = acting.state
-        self._key = jax.random.key(seed)
+        self._key, self._novelty = jax.random.key(seed), novelty
         self._programs: dict[tuple[int, bool], Any] = {}
 
     @property
@@ -154,8 +159,15 @@ class Planner:
         size = next(size for size in self.batch_sizes if size >= count)
         filled = [*rows, *[rows[-1]] * (size - count)]
         program = self._programs[size, rows[0].before is not None]
-        choice: Choice = jax.device_get(program(self._state, self._key, *_batch(filled)))
-        return [self._decoded(choice, i, row) for i, row in enumerate(rows)]
+        choice, seen = jax.device_get(program(self._state, self._key, *_batch(filled)))
+        plans = [self._decoded(choice, i, row) for i, row in enumerate(rows)]
+        if self._novelty is None:
+            return plans
+        scores = self._novelty.of(seen[:count]).tolist()
+        return [
+            plan if isinstance(plan, PirlError) else plan._replace(novelty=score)
+            for plan, score in zip(plans, scores, strict=True)
+        ]
 
     def _decoded(self, choice: Choice, i: int, row: Row) -> PlannedChunk | PirlError:
         try:
@@ -166,7 +178,7 @@ class Planner:
             return PlannedChunk(chunk, None, None)
         return PlannedChunk(chunk, float(choice.value[i]), float(choice.spread[i]))
 
-    def _act(self, state: TrainState, key: Any, numbers: Any, inputs: Any) -> Choice:
+    def _act(self, state: TrainState, key: Any, numbers: Any, inputs: Any) -> Any:
         return self._choose(build_agent(self.config), state, inputs, row_keys(key, numbers), None)
 
     def _continue(
@@ -178,7 +190,7 @@ class Planner:
         before: Any,
         frozen: Any,
         overlap: Any,
-    ) -> Choice:
+    ) -> Any:
         """The same, agreeing with the chunk before: as a policy trained with given steps does, or guided.
 
         Guidance needs gradients, and they attention without a fused kernel.
@@ -200,15 +212,28 @@ class Planner:
         agent = build_agent(replace(self.config, model=model))
         return self._choose(agent, state, inputs, row_keys(key, numbers), steer)
 
-    def _choose(self, agent: Agent, state: TrainState, inputs: Any, keys: Any, steer: flow.Steer | None) -> Choice:
+    def _choose(self, agent: Agent, state: TrainState, inputs: Any, keys: Any, steer: flow.Steer | None) -> Any:
+        """(what is chosen, the features where novelty is asked for).
+
+        The observation is encoded in both, in the same words: XLA computes it once (a test counts the products).
+        """
         observation = Observation.from_dict(inputs)
-        return agent.choose(state, observation, keys, best_of=self.candidates, steer=steer)
+        choice = agent.choose(state, observation, keys, best_of=self.candidates, steer=steer)
+        return choice, None if self._novelty is None else features(agent, state, observation)
 
     def _sort(self) -> Any:
         """What programs depend on: equal for two checkpoints of one run."""
         config, weights = self.config, jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), self._state)
         parts = (config.model, config.agent, config.critic, config.rollout, config.data.cameras, config.robot)
-        return (parts, self.real_time, self._limit, self.batch_sizes, jax.tree.structure(weights), str(weights))
+        return (
+            parts,
+            self._novelty is None,
+            self.real_time,
+            self._limit,
+            self.batch_sizes,
+            jax.tree.structure(weights),
+            str(weights),
+        )
 
 
 def policy_name(acting: Acting) -> str:

@@ -4,7 +4,7 @@ They bound actions as the robot gets them, in its own units: positions for a rob
 that goes beyond is clipped or refused. This is a net under a policy, not a replacement for the robot's own limits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,22 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoveltyConfig:
+    """What happens where the policy sees what it has not seen in training."""
+
+    mode: Literal["refuse", "warn"] = "refuse"
+    """Refuse the request with the reason, or count it and say so in the log."""
+    limit: float = 1.0
+    """Largest novelty. 1: as far from the data as the most distant frame of one in twenty held-out episodes."""
+    file: Path | None = None
+    """What `pirl serve --fit-novelty` wrote, if not beside the weights."""
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ConfigError(f"safety: novelty.limit is {self.limit}", hint="more than 0, such as 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SafetyConfig:
     """The limits of one robot; a limit that is None is not checked. Lists have one value per action dimension."""
 
@@ -63,6 +79,8 @@ class SafetyConfig:
     """Where some part of the robot may be."""
     jump: tuple[float, ...] | None = None
     """Largest distance between a chunk's first action and the chunk before, at the step it continues."""
+    novelty: NoveltyConfig | None = None
+    """What happens where the policy sees what it has not seen in training."""
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
@@ -111,6 +129,7 @@ class SafetyNet:
         state: Float[np.ndarray, "S"],
         last: Float[np.ndarray, "P A"] | None = None,
         expected: Float[np.ndarray, "R A"] | None = None,
+        novelty: float | None = None,
     ) -> LimitedChunk:
         """The chunk within the limits. `last` is the chunk before, `expected` what is left of it, where that is known.
 
@@ -119,6 +138,17 @@ class SafetyNet:
         """
         if not np.isfinite(chunk).all():
             return LimitedChunk(chunk=None, rules=("finite",), reason="the actions are not finite")
+        config = self.config.novelty
+        if config is None or novelty is None or novelty <= config.limit:
+            return self._within(chunk, state, last, expected)
+        reason = f"novelty: {novelty:.3g} exceeds the limit {config.limit:.3g}: nothing similar in the training data"
+        if config.mode == "refuse":
+            return LimitedChunk(chunk=None, rules=("novelty",), reason=reason)
+        found = self._within(chunk, state, last, expected)
+        return found if found.chunk is None else replace(found, rules=("novelty", *found.rules), reason=reason)
+
+    def _within(self, chunk: np.ndarray, state: np.ndarray, last: Any, expected: Any) -> LimitedChunk:
+        """The chunk within the limits on actions."""
         rules: list[str] = []
         reason = ""
         out = np.asarray(chunk, np.float64)
@@ -196,13 +226,21 @@ class SafetyNet:
         return out
 
 
-def load_safety(file: Path, *, action_dim: int, state_dim: int) -> SafetyNet:
-    """The net that a YAML file describes."""
+def read_safety(file: Path) -> SafetyConfig:
+    """The limits in a YAML file."""
     from pirl.config_io import from_dict, read_yaml
 
     data: dict[str, Any] = read_yaml(file)
     try:
-        config = from_dict(SafetyConfig, data)
+        return from_dict(SafetyConfig, data)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}", hint=error.hint) from error
+
+
+def load_safety(file: Path, *, action_dim: int, state_dim: int) -> SafetyNet:
+    """The net that a YAML file describes."""
+    config = read_safety(file)
+    try:
         return SafetyNet(config, action_dim=action_dim, state_dim=state_dim)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}", hint=error.hint) from error

@@ -26,7 +26,7 @@ import pirl
 from pirl.data.robots import Robot
 from pirl.errors import ConfigError, PirlError, WireError
 from pirl.robot import wire
-from pirl.robot.keys import CANDIDATES, POLICY, SPREAD, VALUE
+from pirl.robot.keys import CANDIDATES, NOVELTY, POLICY, SPREAD, VALUE
 from pirl.serve.access import has_key, limited_sockets, tls_context
 from pirl.serve.batching import Batcher
 from pirl.serve.config import ServeConfig
@@ -262,17 +262,20 @@ class PolicyServer:
         """OpenPI's reply to a request, and the plan in it."""
         if isinstance(message, str):
             raise WireError("a request came as text", hint="send binary messages, as openpi_client does")
-        limits = wire.Limits(max_bytes=self.config.max_message)
-        request = await self._loop.run_in_executor(self._threads, wire.unpack, message, limits)
-        session.begin(request, self._planner, arrived)
-        before, delay = session.before(request) if self.config.real_time else (None, 0)
+        current = self._planner
 
         def prepare() -> Any:
-            return session.planner.row(session.observation, number=session.noise_number, before=before, delay=delay)
+            request = wire.unpack(message, wire.Limits(max_bytes=self.config.max_message))
+            session.begin(request, current, arrived)
+            before, delay = session.before(request) if self.config.real_time else (None, 0)
+            number = session.noise_number
+            return request, session.planner.row(session.observation, number=number, before=before, delay=delay)
 
-        row = await self._loop.run_in_executor(self._threads, prepare)
+        request, row = await self._loop.run_in_executor(self._threads, prepare)
         self.metrics.took("prepare", perf_counter() - arrived)
         plan, seconds = await self._batcher.plan(session.planner, row)
+        if plan.novelty is not None:
+            self.metrics.novel(plan.novelty)
         if self.safety is not None:
             plan = self._limited(self.safety, session, plan, row.state, request)
         session.chunk = plan.chunk
@@ -285,18 +288,22 @@ class PolicyServer:
         }
         if plan.value is not None:
             reply |= {VALUE: plan.value, SPREAD: plan.spread}
+        if plan.novelty is not None:
+            reply[NOVELTY] = plan.novelty
         return reply, plan
 
     def _limited(self, net: SafetyNet, session: Session, plan: PlannedChunk, state: Any, request: Any) -> PlannedChunk:
         """The plan within the safety net, or an error with the reason."""
         before, _ = session.before(request)
-        found = net.check(plan.chunk, state=state, last=session.chunk, expected=before)
+        found = net.check(plan.chunk, state=state, last=session.chunk, expected=before, novelty=plan.novelty)
         for rule in found.rules:
             self.metrics.count("limited", "rule", rule)
         if found.chunk is None:
             raise ConfigError(
                 f"the chunk is refused: {found.reason}", hint="the robot should stop; see the safety file"
             )
+        if "novelty" in found.rules:
+            log.warning("connection %d: %s", session.number, found.reason)
         return plan._replace(chunk=found.chunk)
 
     async def _throttle(self, session: Session) -> None:
