@@ -213,7 +213,11 @@ def call(words: list[str]) -> None:
 
 def markdown(seeds: Sequence[Seed]) -> str:
     head = ["method", *(f"seed {one.seed}" for one in seeds)]
-    rows = [head, ["---"] * len(head), *([title, *(one.cell(name) for one in seeds)] for title, name in seeds[0].rows.items())]
+    rows = [
+        head,
+        ["---"] * len(head),
+        *([title, *(one.cell(name) for one in seeds)] for title, name in seeds[0].rows.items()),
+    ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -124,8 +124,7 @@ _FLOW_PPO = apply(
     num_train_steps=40,
 )
 
-# What the other algorithms' results were measured with (docs/results/tabletop.md): RECAP ends at BC where outcomes are
-# shuffled, the others below it, with this discount or another.
+# What the other algorithms' results were measured with (docs/results/tabletop.md).
 _MEASURED = replace(_ACRLPD, agent=replace(_ACRLPD.agent, discount=0.9), critic=_BC.critic)
 _BESIDE = {"actor_warmup_steps": 400, "actor_hidden": (128, 128)}
 _CLIPPED = replace(_MEASURED, critic=_ACRLPD.critic)
