@@ -21,6 +21,7 @@ some let go too early. Imitation copies the mixture; success labels and a discou
 """
 
 from dataclasses import replace
+from typing import Any
 
 from pirl.agents.config import (
     ACRLPDConfig,
@@ -125,10 +126,10 @@ _FLOW_PPO = apply(
 )
 
 # What the other algorithms' results were measured with (docs/results/tabletop.md).
-_MEASURED = replace(_ACRLPD, agent=replace(_ACRLPD.agent, discount=0.9), critic=_BC.critic)
-_BESIDE = {"actor_warmup_steps": 400, "actor_hidden": (128, 128)}
-_CLIPPED = replace(_MEASURED, critic=_ACRLPD.critic)
-_DSRL = derive(_CLIPPED, DSRLConfig, **_BESIDE)
+_MEASURED = replace(_ACRLPD, critic=_BC.critic)
+_AS_MEASURED: dict[str, Any] = {"discount": 0.9}
+_BESIDE: dict[str, Any] = _AS_MEASURED | {"actor_warmup_steps": 400, "actor_hidden": (128, 128)}
+_DSRL = derive(_ACRLPD, DSRLConfig, **_BESIDE)
 
 RECIPES = (
     _BC,
@@ -136,12 +137,12 @@ RECIPES = (
     replace(_ACRLPD, name=f"{_ACRLPD.name}_online", online=_ONLINE),
     _RIPT,
     derive(replace(_ACRLPD, data=replace(_ACRLPD.data, takeover_window=4)), DAggerConfig),
-    derive(_MEASURED, FilteredConfig, share=0.3),
-    derive(_MEASURED, RECAPConfig, positive_share=0.3),
+    derive(_MEASURED, FilteredConfig, **_AS_MEASURED, share=0.3),
+    derive(_MEASURED, RECAPConfig, **_AS_MEASURED, positive_share=0.3),
     _FLOW_PPO,
-    derive(_MEASURED, CriticNFTConfig, nft_beta=0.5, old_rate=0.02),
-    derive(_MEASURED, QCFQLConfig),
+    derive(_MEASURED, CriticNFTConfig, **_AS_MEASURED, nft_beta=0.5, old_rate=0.02),
+    derive(_MEASURED, QCFQLConfig, **_AS_MEASURED),
     _DSRL,
     replace(_DSRL, name=f"{_DSRL.name}_online", online=_ONLINE),
-    derive(_CLIPPED, RLTokenConfig, **_BESIDE),
+    derive(_ACRLPD, RLTokenConfig, **_BESIDE),
 )
