@@ -33,6 +33,7 @@ def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
     """The commands that were run; each leaves behind what the real one does."""
     commands: list[list[str]] = []
     monkeypatch.setattr(tabletop, "shuffled", lambda dataset, seed: dataset.with_name("others"))
+    monkeypatch.setattr(tabletop, "num_recorded", lambda dataset: 1500 if dataset.is_dir() else 0)
 
     def leave_result(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,10 +48,12 @@ def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
                 stage.product.mkdir(parents=True, exist_ok=True)
             for result in results:
                 leave_result(result.evaluation.parent)
+        elif words[0] in ("record", "norm-stats"):
+            Path(words[words.index("--root" if words[0] == "record" else "--out") + 1]).mkdir(parents=True)
         elif words[0] == "train":
             config = cli(words[1:])
-            assert config.init_weights is not None
-            assert Path(config.init_weights).is_dir()
+            assert (config.init_weights is None) == (words[3] in ("imitation", "perfect"))
+            assert config.init_weights is None or Path(config.init_weights).is_dir()
             (config.run_dir / str(config.num_train_steps)).mkdir(parents=True)
         else:
             assert Path(words[1]).is_dir()
@@ -75,6 +78,23 @@ def test_every_row_is_filled_and_nothing_done_twice(
     assert "| ACRLPD, `distill`, offline | 0.030 (0.00–1.00) |\n" in table
     seed.run()
     assert [words[0] for words in called[11:]] == ["demo"]
+
+
+def test_stitch_has_rows_of_its_own(tabletop: ModuleType, called: list[list[str]], tmp_path: Path) -> None:
+    seed = tabletop.Stitch(tmp_path / "seed0", 0, quick=False)
+    seed.run()
+    trained = [*["train", "eval"] * 5, "eval", "train", "eval"]
+    assert [words[0] for words in called] == [*["record", "norm-stats"] * 2, *trained]
+    assert all("stitch" in words for words in called if words[0] in ("record", "train"))
+    told = {words[3]: Path(words[words.index("--data-path") + 1]).name for words in called if words[0] == "train"}
+    assert told.pop("perfect") == "perfect"
+    assert told.pop("ACRLPD_shuffled") == "others"
+    assert set(told.values()) == {"tabletop"}
+    assert tabletop.markdown([seed]).count("\n") == 2 + len(tabletop.STITCH_ROWS)
+    assert "–" not in [seed.cell(name) for name in tabletop.STITCH_ROWS.values()]
+    done = len(called)
+    seed.run()
+    assert len(called) == done, "nothing is done twice"
 
 
 def test_what_was_begun_is_resumed(tabletop: ModuleType, called: list[list[str]], tmp_path: Path) -> None:

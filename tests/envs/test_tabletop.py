@@ -27,6 +27,7 @@ class PlainTable:
 
     def __init__(self, start: dict, limit: int) -> None:
         self.s, self.limit = json.loads(json.dumps(start)), limit
+        self.reach = 0.15 if start["level"] == "stitch" else 0.10
 
     def act(self, action: list[float]) -> tuple[float, bool, bool, bool]:
         s = self.s
@@ -47,7 +48,7 @@ class PlainTable:
             reward = float(s["success"])
         elif held < 0 and close:
             distances = [math.dist(block, s["gripper"]) for block in s["blocks"]]
-            if min(distances) < 0.10:
+            if min(distances) < self.reach:
                 s["held"] = distances.index(min(distances))
                 s["blocks"][s["held"]] = list(s["gripper"])
         s["closed"] = close

@@ -142,7 +142,7 @@ def test_a_search(tmp_path: Path) -> None:
     assert (ending.finished, ending.interrupted) == (True, False)
     assert [trial["number"] for trial in trials] == list(range(12))
     # The recipe as it is comes first, in its own numbers.
-    assert trials[0]["settings"] == {"pi0_lr": 7e-4, "agent.target_ess": 0.3, "agent.critic_updates": 1}
+    assert trials[0]["settings"] == {"pi0_lr": 7e-4, "agent.target_ess": 0.3, "agent.critic_updates": 2}
     assert lab.runs[0].config == replace(asked.config, exp_name="tune-trial-000")
     # Every run is what its trial says.
     for trial, run in zip(trials, lab.runs, strict=True):

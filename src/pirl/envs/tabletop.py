@@ -2,8 +2,8 @@
 
 "red block to left zone": fetch the named block and release it in the named zone. An action is (dx, dy, grip) in
 [-1, 1]: the gripper moves by up to `SPEED`, carries what it holds, then closes (grip > 0) or opens. A closed gripper
-within `GRASP_RADIUS` of a block holds it. Whatever is released inside a zone ends the episode: the named block in the
-named zone is the success, anything else the failure. What is released beside the zones may be fetched again.
+within the level's `reach` of a block holds it. Whatever is released inside a zone ends the episode: the named block in
+the named zone is the success, anything else the failure. What is released beside the zones may be fetched again.
 
 Levels differ only in what is on the table. What makes them worth learning is in the demonstrations, whose errors are
 choices (see `tabletop_expert`); precision is easy on purpose.
@@ -23,7 +23,7 @@ from pirl.envs.tabletop_render import NUMBERS, Scene, table_pictures, wrist_pict
 from pirl.errors import EnvError
 from pirl.records import Array, Context
 
-SPEED, GRASP_RADIUS, ZONE_RADIUS = 0.12, 0.10, 0.16
+SPEED, ZONE_RADIUS = 0.12, 0.16
 ROBOT, FPS, ACTION_DIM, FILM_SIZE = "tabletop", 5, 3, 160
 STATE, IMAGE, WRIST_IMAGE = "observation/state", "observation/image", "observation/wrist_image"
 
@@ -45,6 +45,8 @@ class Level:
     """Where blocks start, and zones without a place of their own."""
     places: Mapping[str, Area] | None = None
     """Where each block starts, by the word that names it; None: anywhere in `area`, named by colour."""
+    reach: float = 0.10
+    """A gripper that closes within this of a block holds it."""
     max_steps: int
     """Steps a policy has: enough to go straight, too few for a detour."""
 
@@ -74,13 +76,16 @@ LEVELS: Mapping[TabletopLevel, Level] = {
         blocks=2,
         colours=("red", "red"),
         zones=_SIDES,
-        places={"near": ((0.32, 0.2), (0.68, 0.3)), "far": ((0.32, 0.5), (0.68, 0.6))},
+        area=((0.32, 0.16), (0.68, 0.62)),
+        # Far apart, so that both are easily grasped: this level is about choices, which outcomes teach. Demonstrations
+        # never miss a grasp, so nothing in them teaches a policy that does.
+        places={"near": ((0.32, 0.16), (0.68, 0.24)), "far": ((0.32, 0.54), (0.68, 0.62))},
+        reach=0.15,
         max_steps=16,
     ),
 }
 _GRIPPER_AREA: Area = ((0.3, 0.05), (0.7, 0.75))
-# No point is within reach of two blocks, zones do not share a point, and no block starts where it can be released.
-_APART = {("block", "block"): 0.22, ("block", "zone"): ZONE_RADIUS + 0.06, ("zone", "zone"): 2 * ZONE_RADIUS + 0.01}
+_APART = {("block", "zone"): ZONE_RADIUS + 0.06, ("zone", "zone"): 2 * ZONE_RADIUS + 0.01}
 _TRIES = 32
 
 
@@ -161,9 +166,13 @@ def draw(level: Level, context: Context) -> dict[str, Any]:
 
 
 def _places(level: Level, rng: np.random.Generator) -> Float[Array, "P 2"]:
-    """Places of the blocks and then of the zones: the first of many drawn layouts in which nothing is too close."""
+    """Places of the blocks and then of the zones: the first of many drawn layouts in which nothing is too close.
+
+    No point is within reach of two blocks, zones do not share a point, and no block starts where it can be released.
+    """
     kinds = ["block"] * level.blocks + ["zone"] * len(level.zones)
-    apart = np.array([[_APART[min(a, b), max(a, b)] for b in kinds] for a in kinds])
+    least = {**_APART, ("block", "block"): 2 * level.reach + 0.02}
+    apart = np.array([[least[min(a, b), max(a, b)] for b in kinds] for a in kinds])
     np.fill_diagonal(apart, 0)
     while True:
         layouts = rng.uniform(*level.area, (_TRIES, len(kinds), 2))
@@ -234,7 +243,7 @@ class Tabletop:
         blocks[every[holds], held[holds]] = gripper[holds]
         distance = np.linalg.norm(blocks - gripper[:, None], axis=-1)
         nearest = distance.argmin(axis=1)
-        grasps = close & ~holds & (distance[every, nearest] < GRASP_RADIUS)
+        grasps = close & ~holds & (distance[every, nearest] < self.level.reach)
         blocks[every[grasps], nearest[grasps]] = gripper[grasps]
 
         # What is held is where the gripper is, so a release happens there.

@@ -30,7 +30,7 @@ ARRIVED = 0.03
 """The operator is where it wants to be when it is nearer than this."""
 ASIDE = 0.06
 """How far from the lower edge a wrong block is carried before it is put back."""
-PAUSE = 4
+PAUSE = 5
 """Steps that it is held there."""
 
 
