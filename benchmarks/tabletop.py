@@ -3,7 +3,7 @@
     python benchmarks/tabletop.py                    seeds 0, 1, 2; some 40 minutes on two cores
     python benchmarks/tabletop.py --seeds 0          one of them; another process may do another meanwhile
     python benchmarks/tabletop.py --quick            a tenth of the steps: does the program work?
-    python benchmarks/tabletop.py --level stitch     where every demonstration errs once: no filter helps
+    python benchmarks/tabletop.py --level stitch     where every demonstration errs once
 
 A seed is one of everything: demonstrations, first weights, batches, rollouts. It is `pirl demo` first, then what that
 leaves out: distillation, RIPT without ACRLPD, ACRLPD online, and two controls whose outcomes say nothing (of other

@@ -9,7 +9,8 @@ Detours are what separates value learning from imitating successes: they succeed
 do everything right: too late for a policy. The others fetch the right block at once and deliver it to a wrong zone. So
 no episode succeeds in time, whatever filter chooses among them, and by observed returns the wrong block is the better
 beginning. With the right block in hand nothing tells what happened before: a critic that bootstraps there joins the
-good half of one kind of episode to the good half of the other.
+good half of one kind of episode to the good half of the other. (So does a filter of chunks by their own return: after
+the wrong block, the rest of an episode is right.)
 """
 
 from collections.abc import Mapping, Sequence
