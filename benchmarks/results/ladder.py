@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pirl.data.inspection import inspect_dataset
 from pirl.recipes import get_config
+from pirl.rollout.evaluate import Rate
 from pirl.rollout.record import num_recorded
 from pirl.tune.intervals import t_interval
 
@@ -48,6 +50,10 @@ class Row:
     """The row whose training it shares: only the evaluation is its own."""
     acting: tuple[str, ...] = ()
     """More flags of `pirl eval`."""
+
+
+DEMOS = Row("demos", "the demonstrations themselves", "")
+"""Noted when they are recorded: the first line of a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +128,8 @@ class Ladder:
             words += ["--root", self.data, "--processes", self.processes, *(["--append"] if there else [])]
             if there < self.demos and not self.call("record", *words):
                 return False
+            success = inspect_dataset(self.data).success
+            self.note(DEMOS.name, 0, Rate(successes=sum(map(bool, success)), trials=len(success)))
             (self.folder / "recorded").touch()
         if (self.stats / "norm_stats.json").exists():
             return True
@@ -152,7 +160,9 @@ class Ladder:
             )
             if not self.call(f"eval_{row.name}", "eval", self.weights(trained), *words, *row.acting, *self.extra):
                 return False
-            self.note(row, json.loads((out / "eval.json").read_text())["result"])
+            result = json.loads((out / "eval.json").read_text())["result"]
+            rate = Rate(successes=result["success"]["successes"], trials=result["success"]["trials"])
+            self.note(row.name, self.steps(trained), rate, result.get("tasks"))
         return True
 
     def climb(self, jobs: int) -> bool:
@@ -199,12 +209,10 @@ class Ladder:
         say(f"{self.task.name} seed {self.seed}: {log} {ended}, {time.time() - began:.0f} s")
         return code == 0
 
-    def note(self, row: Row, result: dict[str, Any]) -> None:
-        """Add what an evaluation found to the run's results."""
-        success = result["success"]
-        line = {"task": self.task.name, "seed": self.seed, "method": row.name, "demos": self.demos}
-        line |= {"steps": self.steps(self.row(row.of or row.name)), "episodes": success["trials"]}
-        line |= {"successes": success["successes"], "tasks": result.get("tasks"), "device": device()}
+    def note(self, method: str, steps: int, rate: Rate, tasks: dict[str, Any] | None = None) -> None:
+        """Add a success rate to the run's results."""
+        line = {"task": self.task.name, "seed": self.seed, "method": method, "demos": self.demos, "steps": steps}
+        line |= {"episodes": rate.trials, "successes": rate.successes, "tasks": tasks, "device": device()}
         with (self.run / "results.jsonl").open("a") as file:
             file.write(json.dumps(line | {"time": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
 
@@ -234,22 +242,27 @@ def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
-    """Success of each row by seed, its mean, and the interval of the mean over seeds."""
+    """Success of each row by seed with Wilson's 95 % interval, its mean, and the interval of the mean over seeds."""
     by: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for result in results:
         by[result["method"]][result["seed"]] = result
     seeds = sorted({seed for found in by.values() for seed in found})
     lines = [["method", "updates", *(f"seed {seed}" for seed in seeds), "mean, 95 % interval"]]
     lines.append(["---"] * len(lines[0]))
-    for row in rows:
+    for row in (DEMOS, *rows):
         found = by[row.name]
         if not found:
             continue
-        rates = {seed: found[seed]["successes"] / found[seed]["episodes"] for seed in found}
-        cells = [f"{rates[seed]:.3f}" if seed in rates else "–" for seed in seeds]
+        rates = {seed: Rate(successes=x["successes"], trials=x["episodes"]) for seed, x in found.items()}
+        cells = [_cell(rates[seed]) if seed in rates else "–" for seed in seeds]
         updates = f"{next(iter(found.values()))['steps']:,}"
-        lines.append([row.title, updates, *cells, _mean(list(rates.values()))])
+        lines.append([row.title, updates, *cells, _mean([rate.value for rate in rates.values()])])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(rate: Rate) -> str:
+    low, high = rate.interval
+    return f"{rate.value:.3f} [{low:.2f}, {high:.2f}]"
 
 
 def _mean(rates: list[float]) -> str:
@@ -272,7 +285,7 @@ def write(page: Path, raw: Path, found: Path, rows: dict[str, Sequence[Row]], ti
     for task, these in rows.items():
         of_task = [result for result in results if result["task"] == task]
         if of_task:
-            episodes = sorted({result["episodes"] for result in of_task})
+            episodes = sorted({result["episodes"] for result in of_task if result["method"] != DEMOS.name})
             head = f"### {titles[task]}\n\nSuccess on {' or '.join(map(str, episodes))} test states."
             parts.append(f"{head}\n\n{table(of_task, these)}")
     text = page.read_text()

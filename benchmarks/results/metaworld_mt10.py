@@ -58,7 +58,7 @@ def by_task(results: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
     """Success of each row in each task, all seeds together, with Wilson's 95 % interval."""
     found: dict[tuple[str, str], list[dict[str, int]]] = defaultdict(list)
     for result in results:
-        for task, rate in result["tasks"].items():
+        for task, rate in (result["tasks"] or {}).items():
             found[result["method"], task].append(rate)
     done = [row for row in rows if any(method == row.name for method, _ in found)]
     lines = [["task", *(row.title for row in done)], ["---"] * (len(done) + 1)]

@@ -9,7 +9,7 @@ from pirl.envs.config import MetaWorldConfig
 from pirl.envs.metaworld_tasks import INSTRUCTIONS
 from pirl.recipes import cli
 from pirl.records import Context
-from pirl.rollout.evaluate import Evaluation, Trial
+from pirl.rollout.evaluate import Evaluation, Rate, Trial
 from pirl.rollout.record import parse_dials
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -58,7 +58,9 @@ def test_an_evaluation_reaches_both_tables_of_the_page(
         for init in range(4)
     ]
     climb = ladder.Ladder(task=ladder.MT10_TASK, run=tmp_path, share=0.5)
-    climb.note(climb.row("acrlpd_best"), Evaluation(trials=trials).to_json())
+    found = Evaluation(trials=trials)
+    climb.note("demos", 0, Rate(successes=1, trials=2))
+    climb.note("acrlpd_best", 2000, found.success, found.to_json()["tasks"])
     page = tmp_path / "metaworld.md"
     page.write_text((ladder.DOCS / "metaworld.md").read_text())
     monkeypatch.setattr(ladder, "PAGE", page)
@@ -66,6 +68,8 @@ def test_an_evaluation_reaches_both_tables_of_the_page(
     for _ in range(2):  # the second time adds nothing
         ladder.report(tmp_path)
     text = page.read_text()
-    assert text.count("| – best of 8 by its critic | 2,000 | 0.750 | 0.750 (one seed) |") == 1
+    assert text.count("| the demonstrations themselves | 0 | 0.500 [0.09, 0.91] | 0.500 (one seed) |") == 1
+    assert text.count("| – best of 8 by its critic | 2,000 | 0.750 [0.30, 0.95] | 0.750 (one seed) |") == 1
+    assert "Success on 4 test states." in text
     assert text.count("| window-open-v3 | 75 [30, 95] |") == 1
-    assert len((tmp_path / "metaworld.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "metaworld.jsonl").read_text().splitlines()) == 2

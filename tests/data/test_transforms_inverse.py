@@ -155,7 +155,9 @@ def test_robots_have_openpis_dimensions() -> None:
         "libero_delta": (8, 7, 6),
         "droid": (8, 8, 0),
         "droid_joint_position": (8, 8, 7),
-        "metaworld": (4, 4, 0),  # ours from here on, not OpenPI's
+        "aloha_sim_full": (21, 14, 0),  # ours from here on, not OpenPI's
+        "aloha_sim_full_insertion": (28, 14, 0),
+        "metaworld": (4, 4, 0),
         "metaworld_full": (39, 4, 0),
         "tabletop": (4, 3, 0),
         "synthetic": (2, 2, 0),

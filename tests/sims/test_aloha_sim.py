@@ -57,6 +57,22 @@ def test_keeps_the_contract_and_feeds_its_robot(make: Make) -> None:
     assert seen["images/cam_high"].shape == (24, 32, 3)
 
 
+@pytest.mark.parametrize(("task", "dim"), [("transfer", 21), ("insertion", 28)])
+def test_the_full_state_holds_the_objects_and_renders_nothing(make: Make, task: str, dim: int) -> None:
+    env = make(task=task, full_state=True)
+    assert check(env, steps=4).notes == ()
+    env.begin(Context(env.tasks[0], 3))
+    seen = env.observe()
+    assert set(seen) == {"state", "prompt"}
+    state = get_robot(env.robot).find_state(seen)
+    assert state.shape == (dim,)
+    np.testing.assert_array_equal(state[14:], env.objects.ravel().astype(np.float32))
+    plain = make(task=task)
+    plain.begin(Context(env.tasks[0], 3))
+    np.testing.assert_array_equal(state[:14], plain.observe(pictures=False)["state"])
+    assert env._pictures is None
+
+
 def test_starts_do_not_depend_on_what_another_environment_did(make: Make) -> None:
     """gym-aloha keeps the objects' place in a global of the process."""
     one, other = make(), make(task="insertion")
@@ -122,6 +138,27 @@ def test_wrong_choices_fail_and_leave_the_noise_as_it_is(make: Make) -> None:
     begin = slice(0, 100)  # until the script's step 150, at 0.7 of its duration, the one that lets go does as well
     for one, other in zip(well, drops, strict=True):
         np.testing.assert_array_equal(one.actions[begin], other.actions[begin])
+
+
+def test_a_second_attempt_is_a_late_success(make: Make) -> None:
+    make()
+    from pirl.envs.aloha_expert import AlohaDials, AlohaExpert, demonstrate
+
+    contexts = [Context(TRANSFER, init) for init in range(4)]
+
+    def acted(**dials: float) -> list[Any]:
+        made = AlohaDials(time_scale=0.5, **dials)
+        return [one.episode for one in demonstrate(AlohaConfig(max_steps=200), contexts, dials=made, pictures=False)]
+
+    at_once, later, dropped = acted(), acted(retry=1.0), acted(retry=1.0, let_go=1.0)
+    assert [episode.success for episode in (*at_once, *later)] == [True] * 8
+    assert not any(episode.success for episode in dropped)
+    for one, other in zip(at_once, later, strict=True):
+        assert 35 <= len(other) - len(one) <= 45  # 80 steps of the script
+    with pytest.raises(ConfigError, match="miss and retry"):
+        AlohaDials(miss=0.6, retry=0.6)
+    with pytest.raises(ConfigError, match="only the transfer"):
+        AlohaExpert(make(task="insertion"), AlohaDials(retry=0.5))  # type: ignore[arg-type]
 
 
 def test_experts_solve_both_tasks_and_success_ends_the_episode(make: Make) -> None:

@@ -318,6 +318,9 @@ ROBOTS: Mapping[str, Robot] = {
     for robot in (
         aloha(),
         aloha(name="aloha_sim", use_delta=False, prompt="Transfer cube"),
+        # The same without pictures: joints, then position and quaternion of the cube, or of peg and socket.
+        make_robot(name="aloha_sim_full", state_dim=21, action_dim=14),
+        make_robot(name="aloha_sim_full_insertion", state_dim=28, action_dim=14),
         libero(),
         libero(name="libero_delta", delta=True),
         droid(),

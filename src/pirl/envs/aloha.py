@@ -19,6 +19,8 @@ from pirl.records import Array, Context
 
 PROMPTS = {"transfer": "Transfer cube", "insertion": "Insert the peg"}
 """The instruction of each task; that of `transfer` is the one OpenPI's checkpoint was trained with."""
+FULL_STATE = {"transfer": "aloha_sim_full", "insertion": "aloha_sim_full_insertion"}
+"""The robot of each task whose state holds the objects."""
 PICTURE_KEYS = {
     "top": "cam_high",
     "front_close": "cam_low",
@@ -39,7 +41,6 @@ class AlohaEnv(RobotEnv):
     gym-aloha declares (an elbow starts at 1.16), so clipping to it would break them.
     """
 
-    robot = "aloha_sim"
     fps = 50
     action_dim = 14
 
@@ -51,6 +52,7 @@ class AlohaEnv(RobotEnv):
         )
         self._diverged: type[Exception] = control.PhysicsError
         self.config = config
+        self.robot = FULL_STATE[config.task] if config.full_state else "aloha_sim"
         self.tasks = (PROMPTS[config.task],)
         self.max_steps = config.max_steps
         if config.task == "transfer":
@@ -71,7 +73,7 @@ class AlohaEnv(RobotEnv):
 
     @property
     def objects(self) -> Float[Array, "k 7"]:
-        """Position and quaternion of the cube, or of peg and socket. The policy does not see them."""
+        """Position and quaternion of the cube, or of peg and socket. The policy sees them with `full_state` only."""
         return self._physics.data.qpos[16:].reshape(-1, 7).copy()
 
     def begin(self, context: Context) -> None:
@@ -100,12 +102,11 @@ class AlohaEnv(RobotEnv):
         return Outcome(reward, success, self._steps >= self.max_steps and not success, success)
 
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
-        """Joints and grippers, in the units of actions, and the pictures of the cameras that were chosen."""
-        seen: dict[str, Any] = {
-            STATE: self._task.get_qpos(self._physics).astype(np.float32),
-            PROMPT: self.tasks[0],
-        }
-        if pictures:
+        """Joints and grippers, in the units of actions, and the pictures of the cameras that were chosen, or objects."""
+        full = self.config.full_state
+        state = np.concatenate([self._task.get_qpos(self._physics), *(self.objects if full else ())])
+        seen: dict[str, Any] = {STATE: state.astype(np.float32), PROMPT: self.tasks[0]}
+        if pictures and not full:
             for camera in self.config.cameras:
                 seen[picture_key(camera)] = self._picture(camera)
         return seen

@@ -38,13 +38,17 @@ class AlohaDials:
     """Share of the episodes in which the arms reach 5 cm beside their objects: a wrong choice, not imprecision."""
     let_go: float = 0.0
     """Share of the episodes in which the right arm opens its gripper before the two meet."""
+    retry: float = 0.0
+    """Share of the episodes in which the right arm first closes its gripper 5 cm beside the cube, and then starts over:
+    a late success. Of the transfer only."""
 
     def __post_init__(self) -> None:
         noises = (self.waypoint_noise, self.grasp_error, self.action_noise)
         if min(noises) < 0 or not 0.2 <= self.time_scale <= 2.0:
             raise ConfigError(f"{self} is out of range", hint="no noise is negative, and time_scale is 0.2 to 2")
-        if not (0 <= self.miss <= 1 and 0 <= self.let_go <= 1):
-            raise ConfigError(f"{self} is out of range", hint="miss and let_go are shares, 0 to 1")
+        shares = (self.miss, self.let_go, self.retry)
+        if min(shares) < 0 or max(shares) > 1 or self.miss + self.retry > 1:
+            raise ConfigError(f"{self} is out of range", hint="they are shares; miss and retry are at most 1 together")
 
 
 class AlohaExpert:
@@ -53,6 +57,8 @@ class AlohaExpert:
     def __init__(self, env: AlohaEnv, dials: AlohaDials | None = None, *, seed: int = 0) -> None:
         """`seed` decides the noise, together with the episode."""
         self._env, self._dials, self._seed = env, dials or AlohaDials(), seed
+        if self._dials.retry and env.config.task != "transfer":
+            raise ConfigError(f"retry is {self._dials.retry} in {env.config.task}", hint="only the transfer knows it")
         self._arms = (_Arm(env.model, "left"), _Arm(env.model, "right"))
         self._plan: Float[Array, "T 14"] = np.zeros((0, 14))
 
@@ -64,22 +70,26 @@ class AlohaExpert:
         places = self._env.objects[:, :3]
         places[:, :2] += rng.normal(0, dials.grasp_error, (len(places), 2))
         choices = np.random.default_rng([self._seed, number, context.init, 1])  # leaves the noise as it is
-        misses, lets_go = choices.random(2) < (dials.miss, dials.let_go)
+        choice, opening = choices.random(2)
+        angle = choices.uniform(0, 2 * np.pi)
+        beside = _BESIDE * np.array([np.cos(angle), np.sin(angle), 0.0])
+        misses, retries = choice < dials.miss, dials.miss <= choice < dials.miss + dials.retry
         if misses:
-            angle = choices.uniform(0, 2 * np.pi)
-            places[:, :2] += _BESIDE * np.array([np.cos(angle), np.sin(angle)])
+            places += beside
         meeting = rng.normal(0, dials.waypoint_noise, 3)
         home = [arm.pose(start) for arm, start in zip(self._arms, starts, strict=True)]
         script = _transfer if self._env.config.task == "transfer" else _insertion
         ways = script(home, places, meeting)
+        if retries:
+            ways = _second_attempt(ways, home[1], places + beside)
         times = np.arange(self._env.max_steps) / dials.time_scale
         plans = [arm.follow(start, way, times) for arm, start, way in zip(self._arms, starts, ways, strict=True)]
         self._plan = np.concatenate(plans, axis=1)
         noise = rng.normal(0, dials.action_noise, self._plan.shape)
         noise[:, [6, 13]] = 0
         self._plan += noise
-        if lets_go:
-            self._plan[times >= _LET_GO[self._env.config.task], 13] = 1.0
+        if opening < dials.let_go:
+            self._plan[times >= _LET_GO[self._env.config.task] + retries * _ATTEMPT, 13] = 1.0
 
     def action(self, step: int) -> Float[Array, "14"]:
         """The plan's action at a step; its last one from its end on."""
@@ -139,6 +149,8 @@ _BESIDE = 0.05
 """Metres by which an arm that misses reaches beside its object; the cube is 4 cm wide."""
 _LET_GO = {"transfer": 150, "insertion": 175}
 """Steps of the scripts at which the right arm has lifted its object and has not met the left one yet."""
+_ATTEMPT = 80.0
+"""Steps of the script that an attempt at the wrong place takes, until the gripper is open above it again."""
 _FOREARM_COST = 1e-3
 """Weight of the forearm's squared angle beside the squared errors of the gripper: place in metres, turn in radians."""
 _CUBE_HEIGHT, _PEG_HEIGHT, _SOCKET_HEIGHT = 0.02, 0.01, 0.022
@@ -173,6 +185,24 @@ def _transfer(home: list[_Pose], places: Float[Array, "1 3"], noise: Float[Array
         _Point(260, meet.shifted(0.12, 0.05), 1),
     ]
     return left, right
+
+
+def _second_attempt(ways: tuple[_Way, _Way], home: _Pose, places: Float[Array, "1 3"]) -> tuple[_Way, _Way]:
+    """The transfer after an attempt at another place: all that follows it comes later."""
+    left, right = ways
+    wrong = _Pose(np.array([*places[0, :2], 2.5 * _CUBE_HEIGHT]), right[1].pose.turn)  # higher, not to push the cube
+    above = wrong.shifted(z=0.05)
+    attempt = [
+        _Point(0, home, 0),
+        _Point(60, above, 1),
+        _Point(90, wrong, 1),
+        _Point(110, wrong, 0),
+        _Point(125, above, 0),
+        _Point(135, above, 1),
+    ]
+    later = [point._replace(step=point.step + _ATTEMPT) for point in right[1:]]
+    waiting = [point._replace(step=point.step + _ATTEMPT) for point in left[2:]]
+    return [*left[:2], *waiting], [*attempt, *later]
 
 
 def _insertion(home: list[_Pose], places: Float[Array, "2 3"], noise: Float[Array, "3"]) -> tuple[_Way, _Way]:

@@ -48,6 +48,9 @@ class AlohaConfig(Checked):
     """Height and width of the images. gym-aloha renders 480x640; 168x224 has the same aspect ratio and costs less."""
     fast_render: bool = False
     """No shadows, reflections or multisampling: ten times faster, but not what released checkpoints were trained on."""
+    full_state: bool = False
+    """The state also holds position and quaternion of the objects, 21 numbers (transfer) or 28; there are no pictures
+    then."""
     staged_reward: bool = False
     """Reward each step with the stage reached (grasped, lifted, ...), from 0 to 1, instead of success alone."""
     max_steps: Count = 300
