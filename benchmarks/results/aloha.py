@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --seeds 0 1 2     two CPU cores: an hour
     PYTHONPATH=src python benchmarks/results/aloha.py pictures --run runs/aloha --seeds 0 1 2  one GPU, 16 cores: hours
     PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --minutes 9       stop, go on another time
-    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --report          write docs/results/aloha.md
+    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --report          write the page
 
 Needs the extra `aloha`. From pictures a π₀ of ten million parameters learns from scratch, which takes a GPU; from the
 simulator's state a multi-layer perceptron does.
@@ -105,7 +105,7 @@ TRANSFER_STATE = Task(
         *("miss=0.25", "retry=0.3", "let_go=0.3"),
     ),
     robot="aloha_sim_full",
-    horizon=10,
+    horizon=5,
     rows=state_rows(),
 )
 TASKS = {"state": TRANSFER_STATE, "pictures": TRANSFER}
@@ -122,7 +122,7 @@ def main() -> int:
     add("task", choices=list(TASKS))
     add("--run", type=Path, required=True, help="folder of data, runs, evaluations, logs and results.jsonl")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--demos", type=int, default=300)
+    add("--demos", type=int)
     add("--episodes", type=int, default=200, help="test episodes of each row")
     add("--share", type=float, default=1.0, help="of each recipe's steps")
     add("--rows", nargs="+", metavar="NAME", help="only these rows (and what they start from)")
@@ -145,7 +145,7 @@ def main() -> int:
             task=task,
             run=args.run.absolute(),
             seed=seed,
-            demos=args.demos,
+            demos=args.demos or task.demos,
             episodes=args.episodes,
             share=args.share,
             films=args.films,

@@ -69,6 +69,8 @@ class Task:
     rows: tuple[Row, ...]
     given: tuple[str, ...] = ()
     """Flags of every training, such as the task of the environment."""
+    demos: int = 300
+    """Demonstrations, unless something else is asked for."""
 
 
 @dataclass(kw_only=True)

@@ -1,12 +1,14 @@
-"""Meta-World's MT10 with pictures and language: imitation, filters, offline RL and rollouts, ten tasks in one policy.
+"""Meta-World's MT10: imitation, filters, offline RL and rollouts, ten tasks in one policy.
 
-    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py --run runs/metaworld --seeds 0 1 2    a GPU, 16 cores
-    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py --run runs/metaworld --minutes 9      go on another time
-    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py --run runs/metaworld --report         fill the page
+    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py state --run runs/metaworld --seeds 0 1 2   two CPU cores
+    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py pictures --run runs/metaworld --seeds 0 1   GPU, 16 cores
+    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py state --run runs/metaworld --minutes 9     for a while
+    PYTHONPATH=src python benchmarks/results/metaworld_mt10.py state --run runs/metaworld --report         fill the page
 
 Records, computes statistics, trains and evaluates; what is there is not done again. The page is
-docs/results/metaworld.md, with every evaluation in metaworld.jsonl beside it. Needs the extra `metaworld`, and for
-training a GPU. (Called `metaworld.py`, it would hide the simulator's package from whatever imports it.)
+docs/results/metaworld.md, with every evaluation in metaworld.jsonl beside it. It needs the extra `metaworld`. From
+pictures a π₀ learns by language, which takes a GPU; from Meta-World's observations a multi-layer perceptron does.
+(Called `metaworld.py`, it would hide the simulator's package from whatever imports it.)
 """
 
 import argparse
@@ -22,7 +24,9 @@ from typing import Any
 from ladder import DOCS, Ladder, Row, Task, read, say, write
 
 from pirl.envs.metaworld_tasks import INSTRUCTIONS, MT10
+from pirl.recipes import get_config
 from pirl.rollout.evaluate import Rate
+from pirl.training.config import CosineSchedule
 
 PAGE, RAW = DOCS / "metaworld.md", DOCS / "metaworld.jsonl"
 TASKS_BEGIN, TASKS_END = "<!-- tasks: begin -->", "<!-- tasks: end -->"
@@ -36,6 +40,7 @@ SUCCESSES = (
 ACRLPD = "acrlpd_metaworld_mt10"
 MT10_TASK = Task(
     name="metaworld_mt10",
+    demos=1000,
     record=("bc_metaworld_mt10", *DIALS, "--env.max-steps", "200"),
     robot="metaworld",
     horizon=10,
@@ -52,6 +57,43 @@ MT10_TASK = Task(
         Row("acrlpd_ript", "**ACRLPD, then RIPT**", "ript_metaworld_mt10", "acrlpd"),
     ),
 )
+
+
+def state_rows() -> tuple[Row, ...]:
+    """From Meta-World's observations; every row after BC makes as many updates."""
+    bc, rl = "bc_metaworld_mt10_state", "acrlpd_metaworld_mt10_state"
+    config = get_config(rl)
+    steps, schedule = str(config.num_train_steps), config.policy_schedule
+    assert isinstance(schedule, CosineSchedule)
+    alike = ("--pi0-lr", str(schedule.peak_lr), "--policy-schedule.decay-steps", steps, "--max-steps", steps)
+    alike += ("--batch-size", str(config.batch_size))
+    best = ("--best-of", "8")
+    return (
+        Row("untrained", "untrained (one update)", bc, settings=("--max-steps", "1")),
+        Row("bc", "BC", bc),
+        Row("bc_more", "BC, continued for as many updates as RL", rl, "bc", ("--agent.actor", "best_of_n")),
+        Row("successes", "BC, then successes only", bc, "bc", ("--data.successes-only", *alike)),
+        Row("filtered", "BC, then the best quarter by discounted return", "filtered_metaworld_mt10_state", "bc"),
+        Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
+        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=best),
+        Row("bc_best", "BC, continued, best of 8 by its critic", rl, of="bc_more", acting=best),
+        Row("recap", "RECAP, offline", "recap_metaworld_mt10_state", "bc"),
+        Row("dsrl", "DSRL, offline", "dsrl_metaworld_mt10_state", "bc"),
+        Row("ript", "BC, then RIPT", "ript_metaworld_mt10_state", "bc"),
+    )
+
+
+STATE_TASK = Task(
+    name="metaworld_mt10_state",
+    demos=400,
+    record=("bc_metaworld_mt10_state", *DIALS, "--env.max-steps", "200"),
+    robot="metaworld_mt10",
+    horizon=10,
+    rows=state_rows(),
+    given=("--evaluation.episodes", "10"),  # rows are evaluated on the test states
+)
+TASKS = {"state": STATE_TASK, "pictures": MT10_TASK}
+TITLES = {STATE_TASK.name: "MT10 from the simulator's state", MT10_TASK.name: "MT10 from pictures and language"}
 
 
 def by_task(results: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
@@ -75,26 +117,31 @@ def _percent(rates: list[dict[str, int]]) -> str:
 
 
 def report(run: Path) -> None:
-    """Both tables, from all results so far, into the page."""
-    write(PAGE, RAW, run / "results.jsonl", {MT10_TASK.name: MT10_TASK.rows}, {MT10_TASK.name: "MT10"})
-    text, tasks = PAGE.read_text(), by_task(read([RAW]), MT10_TASK.rows)
-    if tasks:
+    """All tables, from all results so far, into the page."""
+    write(PAGE, RAW, run / "results.jsonl", {task.name: task.rows for task in TASKS.values()}, TITLES)
+    text, results = PAGE.read_text(), read([RAW])
+    parts = []
+    for task in TASKS.values():
+        if tasks := by_task([one for one in results if one["task"] == task.name], task.rows):
+            parts.append(f"{TITLES[task.name]}:\n\n{tasks}")
+    if parts:
         before, after = text[: text.index(TASKS_BEGIN) + len(TASKS_BEGIN)], text[text.index(TASKS_END) :]
-        PAGE.write_text(f"{before}\n{tasks}{after}")
+        PAGE.write_text(f"{before}\n" + "\n".join(parts) + after)
 
 
 def main() -> int:
     """Climb the ladder, or write its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("task", choices=list(TASKS))
     add("--run", type=Path, required=True, help="folder of data, runs, evaluations, logs and results.jsonl")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--demos", type=int, default=1000, help="demonstrations, a tenth of each task")
+    add("--demos", type=int, help="demonstrations, a tenth of each task")
     add("--episodes", type=int, default=500, help="test episodes of each row")
     add("--share", type=float, default=1.0, help="of each recipe's steps")
     add("--rows", nargs="+", metavar="NAME", help="only these rows; name those that they start from as well")
     add("--jobs", type=int, default=2, help="rows at a time")
-    add("--films", type=int, default=2, help="successes and failures to film of each row")
+    add("--films", type=int, default=0, help="successes and failures to film of each row, from pictures")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that record")
     add("--minutes", type=float, default=float("inf"))
     add("--report", action="store_true", help="only write the page")
@@ -104,8 +151,10 @@ def main() -> int:
         return 0
     args.run.mkdir(parents=True, exist_ok=True)
     deadline = time.time() + 60 * args.minutes
-    task = replace(MT10_TASK, rows=tuple(row for row in MT10_TASK.rows if args.rows is None or row.name in args.rows))
-    given = dict(run=args.run.absolute(), demos=args.demos, episodes=args.episodes, share=args.share)
+    task = TASKS[args.task]
+    demos = args.demos or task.demos
+    task = replace(task, rows=tuple(row for row in task.rows if args.rows is None or row.name in args.rows))
+    given = dict(run=args.run.absolute(), demos=demos, episodes=args.episodes, share=args.share)
     given |= dict(films=args.films, processes=args.processes)
     done = True
     for seed in args.seeds:

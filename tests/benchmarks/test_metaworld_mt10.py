@@ -23,21 +23,27 @@ def ladder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return metaworld_mt10
 
 
-def test_every_row_is_a_run_that_starts_from_an_earlier_one(ladder: ModuleType) -> None:
-    task = ladder.MT10_TASK
+@pytest.mark.parametrize("name", ["pictures", "state"])
+def test_every_row_is_a_run_that_starts_from_an_earlier_one(ladder: ModuleType, name: str) -> None:
+    task = ladder.TASKS[name]
     seen: list[str] = []
+    sizes = set()
     for row in task.rows:
-        config = cli([row.recipe, *row.settings])
+        config = cli([row.recipe, *task.given, *row.settings])
         assert isinstance(config.env, MetaWorldConfig)
+        assert config.env.full_state == (name == "state")
         assert config.horizon == task.horizon
         assert config.data.robot == task.robot
-        if row.name != "bc":
+        if row.name not in ("untrained", "bc"):
             assert (row.of or row.start) in seen
-            assert config.freeze == "vlm_frozen" or config.agent.freezes_policy
+            assert name == "state" or config.freeze == "vlm_frozen" or config.agent.freezes_policy
+            if "ript" not in row.name:
+                sizes.add((config.num_train_steps, config.batch_size))
         seen.append(row.name)
+    assert len(sizes) == 1  # what is compared makes as many updates of the same size
     dials = parse_dials(MetaWorldConfig(), ladder.DIALS[1:])
     assert (dials.wrong, dials.detour) == (0.5, 0.25)
-    assert cli([word for word in task.record if word not in ladder.DIALS]).env.max_steps == 200
+    assert cli([word for word in ladder.MT10_TASK.record if word not in ladder.DIALS]).env.max_steps == 200
 
 
 def test_success_is_shown_per_task_over_all_seeds(ladder: ModuleType) -> None:

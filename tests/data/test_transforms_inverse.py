@@ -159,6 +159,8 @@ def test_robots_have_openpis_dimensions() -> None:
         "aloha_sim_full_insertion": (28, 14, 0),
         "metaworld": (4, 4, 0),
         "metaworld_full": (39, 4, 0),
+        "metaworld_mt10": (49, 4, 0),
+        "metaworld_mt50": (89, 4, 0),
         "tabletop": (4, 3, 0),
         "synthetic": (2, 2, 0),
     }

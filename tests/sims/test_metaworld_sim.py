@@ -12,7 +12,7 @@ from pirl.envs.env import EnvBatch
 from pirl.envs.make import make_batch
 from pirl.envs.metaworld_tasks import INSTRUCTIONS, MT10
 from pirl.envs.mujoco_render import load
-from pirl.errors import EnvError, MissingExtraError
+from pirl.errors import ConfigError, EnvError, MissingExtraError
 from pirl.records import Context
 
 pytestmark = pytest.mark.sims
@@ -60,6 +60,21 @@ def test_keeps_the_contract_and_feeds_its_robot(make: Make, full: bool) -> None:
     assert robot.find_cameras(seen) == ({} if full else pictures)
     assert robot.find_state(seen).shape == (robot.state_dim,) == ((39,) if full else (4,))
     assert [seen[key].shape for key in pictures.values() if key in seen] == ([] if full else [(40, 40, 3)] * 2)
+
+
+def test_the_full_state_may_say_which_task_of_the_suite_it_is(make: Make) -> None:
+    names = ("drawer-open-v3", "reach-v3")
+    (env,) = make(tasks=names, full_state=True, one_hot=True).envs  # type: ignore[attr-defined]
+    assert check(env, steps=4).notes == ()
+    for name, number in zip(names, (4, 0), strict=True):  # of MT10, whichever are chosen
+        env.begin(Context(INSTRUCTIONS[name], 1))
+        state = get_robot(env.robot).find_state(env.observe())
+        assert state.shape == (49,)
+        np.testing.assert_array_equal(state[39:], np.eye(10)[number])
+    with pytest.raises(ConfigError, match="full_state is not"):
+        MetaWorldConfig(one_hot=True)
+    with pytest.raises(EnvError, match="not in MT10"):
+        make(tasks=("hammer-v3",), full_state=True, one_hot=True)
 
 
 def test_passes_gymnasiums_own_check(make: Make) -> None:

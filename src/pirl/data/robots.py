@@ -336,7 +336,8 @@ ROBOTS: Mapping[str, Robot] = {
             },
             optional_cameras=(LEFT_WRIST_CAMERA,),
         ),
-        # Meta-World: hand, gripper and pictures; or its whole observation instead, with objects and goal.
+        # Meta-World: hand, gripper and pictures; or its whole observation instead, with objects and goal,
+        # and which task of a suite it is.
         make_robot(
             name="metaworld",
             state_dim=4,
@@ -348,6 +349,8 @@ ROBOTS: Mapping[str, Robot] = {
             optional_cameras=(LEFT_WRIST_CAMERA,),
         ),
         make_robot(name="metaworld_full", state_dim=39, action_dim=4),
+        make_robot(name="metaworld_mt10", state_dim=49, action_dim=4),
+        make_robot(name="metaworld_mt50", state_dim=89, action_dim=4),
         # OGBench: one robot, but its state also holds the objects, whose number differs; pictures replace them.
         *(make_robot(name=f"ogbench_{world}", state_dim=dim, action_dim=5) for world, dim in _OGBENCH_STATES.items()),
         make_robot(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from pirl.errors import ConfigError
 from pirl.ranges import Bounds, Checked, Count, Natural
 
 TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
@@ -115,6 +116,9 @@ class MetaWorldConfig(Checked):
     """No shadows, reflections or multisampling: ten times faster, but not what published policies were trained on."""
     full_state: bool = False
     """The state is Meta-World's observation of 39 numbers, with objects and goal, and there are no images."""
+    one_hot: bool = False
+    """Append which task of the suite it is, as Meta-World's multi-task benchmarks do: for policies that read no text.
+    Needs `full_state`."""
     dense_reward: bool = False
     """Reward each step with Meta-World's shaped reward, scaled to 0 to 1, instead of success alone."""
     end_at_success: bool = True
@@ -124,6 +128,11 @@ class MetaWorldConfig(Checked):
     """Episode length in steps; Meta-World allows 500."""
     spare_simulators: Count = 16
     """Simulators, over all tasks, that a process keeps for later episodes. Each costs 10 to 20 MB."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.one_hot and not self.full_state:
+            raise ConfigError("one_hot is set and full_state is not", hint="pictures come with an instruction")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,8 @@ class MetaWorldEnv(RobotEnv):
         self.names = {INSTRUCTIONS[name]: name for name in names}
         """Meta-World's name of each task."""
         self.tasks = tuple(self.names)
-        self.robot = "metaworld_full" if config.full_state else "metaworld"
+        self.robot = _robot(config)
+        self._suite = [INSTRUCTIONS[name] for name in _suite(config)]
         self.max_steps = config.max_steps
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (self.action_dim,), np.float32)
         self.observation_space = cast(gymnasium.spaces.Space[dict[str, Any]], _observation_space(config))
@@ -85,6 +86,8 @@ class MetaWorldEnv(RobotEnv):
         """Hand, gripper and the pictures; or Meta-World's whole observation."""
         simulator = self.simulator
         state = simulator.seen if self.config.full_state else simulator.seen[:PROPRIOCEPTION]
+        if self.config.one_hot:
+            state = np.concatenate([state, [task == self._task for task in self._suite]])
         seen: dict[str, Any] = {STATE: state.astype(np.float32), PROMPT: self._task}
         if pictures and not self.config.full_state:
             # The camera hangs upside down: turning its picture by half a turn puts the table below the arm.
@@ -197,6 +200,7 @@ class Worlds:
 
 def _observation_space(config: MetaWorldConfig) -> gymnasium.Space:
     dim, spaces = 39 if config.full_state else PROPRIOCEPTION, gymnasium.spaces
+    dim += len(_suite(config)) if config.one_hot else 0
     picture = spaces.Box(0, 255, (config.render_size, config.render_size, 3), np.uint8)
     pictures = dict.fromkeys((IMAGE, WRIST_IMAGE)[: 1 + config.wrist_camera] if not config.full_state else (), picture)
     letters = frozenset("".join(INSTRUCTIONS.values()))
@@ -208,10 +212,22 @@ def _observation_space(config: MetaWorldConfig) -> gymnasium.Space:
 def task_names(config: MetaWorldConfig) -> tuple[str, ...]:
     """Meta-World's names of the tasks that a configuration chooses."""
     if config.tasks is None:
-        return MT10 if config.suite == "MT10" else tuple(INSTRUCTIONS)
+        return _suite(config)
     for name in config.tasks:
         if name not in INSTRUCTIONS:
             raise did_you_mean(name, INSTRUCTIONS, kind="Meta-World task")
     if not config.tasks or len(set(config.tasks)) < len(config.tasks):
         raise EnvError(f"Meta-World tasks {config.tasks}", hint="name at least one, and each once")
+    if config.one_hot and (strange := set(config.tasks) - set(_suite(config))):
+        raise EnvError(f"{min(strange)} is not in {config.suite}, and has no number there", hint="env.suite MT50")
     return config.tasks
+
+
+def _suite(config: MetaWorldConfig) -> tuple[str, ...]:
+    return MT10 if config.suite == "MT10" else tuple(INSTRUCTIONS)
+
+
+def _robot(config: MetaWorldConfig) -> str:
+    if config.one_hot:
+        return f"metaworld_{config.suite.lower()}"
+    return "metaworld_full" if config.full_state else "metaworld"
