@@ -83,6 +83,8 @@ PURPOSES = {
     "bc_libero": "OpenPI's pi05_libero",
     "ript_libero_goal": "improve a policy in LIBERO's goal suite",
     "bc_metaworld_mt10": "imitate imperfect demonstrations of ten tasks; start of those below",
+    "bc_metaworld_mt10_state": "imitate ten tasks from Meta-World's observations, without pictures, on a CPU",
+    "bc_aloha_transfer_state": "imitate gym-aloha's TransferCube from joints and cube, without pictures, on a CPU",
     "acrlpd_droid": "improve π₀.₅ offline on your own DROID recordings, several large GPUs",
     "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
 }
@@ -124,6 +126,7 @@ TITLES = {
     "aloha_sim": "ALOHA in simulation, small",
     "libero": "LIBERO",
     "metaworld": "Meta-World",
+    "state": "Simulators from their state",
     "droid": "DROID",
 }
 """A heading for each module of recipes."""

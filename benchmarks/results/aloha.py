@@ -1,12 +1,10 @@
-"""gym-aloha: imitation, filters, offline RL and rollouts, from the same imperfect demonstrations.
+"""gym-aloha with pictures: imitation, filters, offline RL and rollouts, from the same imperfect demonstrations.
 
-    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --seeds 0 1 2     two CPU cores: an hour
-    PYTHONPATH=src python benchmarks/results/aloha.py pictures --run runs/aloha --seeds 0 1 2  one GPU, 16 cores: hours
-    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --minutes 9       stop, go on another time
-    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --report          write the page
+    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --seeds 0 1 2      one GPU, 16 cores: hours
+    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --minutes 9        stop, and go on another time
+    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --report           write docs/results/aloha.md
 
-Needs the extra `aloha`. From pictures a π₀ of ten million parameters learns from scratch, which takes a GPU; from the
-simulator's state a multi-layer perceptron does.
+Needs the extra `aloha`, and for training a GPU. A π₀ of ten million parameters learns from scratch.
 """
 
 import argparse
@@ -17,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ladder import DOCS, Ladder, Row, Task, say, write
-
-from pirl.recipes import get_config
 
 DIALS = ("--dials", "grasp_error=0.006", "waypoint_noise=0.01", "action_noise=0.005")
 TRANSFER = Task(
@@ -74,86 +70,47 @@ TRANSFER = Task(
         Row("acrlpd_ript", "ACRLPD, then RIPT", "ript_aloha_transfer_small", "acrlpd"),
     ),
 )
-
-
-def state_rows() -> tuple[Row, ...]:
-    """From the simulator's state; every row after BC makes as many updates."""
-    bc, rl = "bc_aloha_transfer_state", "acrlpd_aloha_transfer_state"
-    steps = str(get_config(rl).num_train_steps)
-    like_rl = ("--pi0-lr", "5e-4", "--policy-schedule.decay-steps", steps, "--batch-size", "64", "--max-steps", steps)
-    best = ("--best-of", "8")
-    return (
-        Row("untrained", "untrained (one update)", bc, settings=("--max-steps", "1")),
-        Row("bc", "BC", bc),
-        Row("bc_more", "BC, continued for as many updates as RL", rl, "bc", ("--agent.actor", "best_of_n")),
-        Row("successes", "BC, then successes only", bc, "bc", ("--data.successes-only", *like_rl)),
-        Row("filtered", "BC, then the best 30 % by discounted return", "filtered_aloha_transfer_state", "bc"),
-        Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
-        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=best),
-        Row("bc_best", "BC, continued, best of 8 by its critic", rl, of="bc_more", acting=best),
-        Row("recap", "RECAP, offline", "recap_aloha_transfer_state", "bc"),
-        Row("dsrl", "DSRL, offline", "dsrl_aloha_transfer_state", "bc"),
-        Row("ript", "BC, then RIPT", "ript_aloha_transfer_state", "bc"),
-    )
-
-
-TRANSFER_STATE = Task(
-    name="aloha_transfer_state",
-    record=(
-        "bc_aloha_transfer_state",
-        *("--env.max-steps", "200", "--dials", "time_scale=0.5", "action_noise=0.02"),
-        *("miss=0.25", "retry=0.3", "let_go=0.3"),
-    ),
-    robot="aloha_sim_full",
-    horizon=5,
-    rows=state_rows(),
-)
-TASKS = {"state": TRANSFER_STATE, "pictures": TRANSFER}
-TITLES = {
-    TRANSFER_STATE.name: "TransferCube from the simulator's state",
-    TRANSFER.name: "TransferCube from pictures (an older recipe)",
-}
+TASKS = {TRANSFER.name: TRANSFER}
 
 
 def main() -> int:
     """Run the ladder, or write its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("task", choices=list(TASKS))
     add("--run", type=Path, required=True, help="folder of data, runs, evaluations, logs and results.jsonl")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--demos", type=int)
+    add("--demos", type=int, default=300)
     add("--episodes", type=int, default=200, help="test episodes of each row")
     add("--share", type=float, default=1.0, help="of each recipe's steps")
     add("--rows", nargs="+", metavar="NAME", help="only these rows (and what they start from)")
-    add("--films", type=int, default=0, help="successes and failures to film of each row, from pictures")
+    add("--films", type=int, default=2, help="successes and failures to film of each row")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that record")
     add("--jobs", type=int, default=3, help="rows at a time")
     add("--minutes", type=float, default=float("inf"))
     add("--report", action="store_true", help="only write the page")
     args, extra = parser.parse_known_args()
     args.run.mkdir(parents=True, exist_ok=True)
+    done, deadline = True, time.time() + 60 * args.minutes
+    for task in () if args.report else TASKS.values():
+        one = replace(task, rows=tuple(row for row in task.rows if args.rows is None or row.name in args.rows))
+        for seed in args.seeds:
+            ladder = Ladder(
+                task=one,
+                run=args.run.absolute(),
+                seed=seed,
+                demos=args.demos,
+                episodes=args.episodes,
+                share=args.share,
+                films=args.films,
+                processes=args.processes,
+                deadline=deadline,
+                extra=tuple(extra),
+            )
+            done &= ladder.climb(args.jobs)
+    titles = {TRANSFER.name: "TransferCube from pictures"}
+    rows = {name: task.rows for name, task in TASKS.items()}
     if args.report:
-        rows = {task.name: task.rows for task in TASKS.values()}
-        write(DOCS / "aloha.md", DOCS / "aloha.jsonl", args.run / "results.jsonl", rows, TITLES)
-        return 0
-    deadline, task = time.time() + 60 * args.minutes, TASKS[args.task]
-    task = replace(task, rows=tuple(row for row in task.rows if args.rows is None or row.name in args.rows))
-    done = True
-    for seed in args.seeds:
-        ladder = Ladder(
-            task=task,
-            run=args.run.absolute(),
-            seed=seed,
-            demos=args.demos or task.demos,
-            episodes=args.episodes,
-            share=args.share,
-            films=args.films,
-            processes=args.processes,
-            deadline=deadline,
-            extra=tuple(extra),
-        )
-        done &= ladder.climb(args.jobs)
+        write(DOCS / "aloha.md", DOCS / "aloha.jsonl", args.run / "results.jsonl", rows, titles)
     say("done" if done else "not complete: the same command goes on")
     return 0 if done else 1
 

@@ -67,16 +67,14 @@ def state_rows() -> tuple[Row, ...]:
     assert isinstance(schedule, CosineSchedule)
     alike = ("--pi0-lr", str(schedule.peak_lr), "--policy-schedule.decay-steps", steps, "--max-steps", steps)
     alike += ("--batch-size", str(config.batch_size))
-    best = ("--best-of", "8")
     return (
         Row("untrained", "untrained (one update)", bc, settings=("--max-steps", "1")),
         Row("bc", "BC", bc),
-        Row("bc_more", "BC, continued for as many updates as RL", rl, "bc", ("--agent.actor", "best_of_n")),
+        Row("bc_more", "BC, continued for as many updates as RL", bc, "bc", alike),
         Row("successes", "BC, then successes only", bc, "bc", ("--data.successes-only", *alike)),
-        Row("filtered", "BC, then the best quarter by discounted return", "filtered_metaworld_mt10_state", "bc"),
+        Row("filtered", "BC, then the best 15 % by discounted return", "filtered_metaworld_mt10_state", "bc"),
         Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
-        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=best),
-        Row("bc_best", "BC, continued, best of 8 by its critic", rl, of="bc_more", acting=best),
+        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=("--best-of", "8")),
         Row("recap", "RECAP, offline", "recap_metaworld_mt10_state", "bc"),
         Row("dsrl", "DSRL, offline", "dsrl_metaworld_mt10_state", "bc"),
         Row("ript", "BC, then RIPT", "ript_metaworld_mt10_state", "bc"),

@@ -12,6 +12,7 @@ from pirl.models.config import MLPFlowConfig, Pi0Config
 from pirl.models.critic import Critic, make_critic
 from pirl.models.freeze import trainable_mask
 from pirl.models.mlp import MLPFlow
+from pirl.models.params import Leaf
 from pirl.models.pi0 import Pi0
 from pirl.models.policy import FlowPolicy
 from pirl.trust import load_object
@@ -20,6 +21,11 @@ from pirl.trust import load_object
 def build_policy(config: RLTrainConfig) -> FlowPolicy:
     """The policy, without weights."""
     return MLPFlow(config.model) if isinstance(config.model, MLPFlowConfig) else Pi0(config.model)
+
+
+def policy_leaves(config: RLTrainConfig) -> dict[str, Leaf]:
+    """Every parameter of the policy by its path."""
+    return MLPFlow(config.model).declare() if isinstance(config.model, MLPFlowConfig) else pi0.declare(config.model)
 
 
 def build_critic(config: RLTrainConfig) -> Critic:

@@ -105,7 +105,7 @@ class RLTrainConfig(Checked):
     expert_only: the expert's transformer. None: lora for models with adapters, otherwise full (as in OpenPI)."""
     init_weights: str | None = None
     """Initial weights: an OpenPI checkpoint, its PyTorch port or PaliGemma's .npz; a path, gs:// or hf:// address.
-    None: random initialisation."""
+    For an MLP, a checkpoint of pirl. None: random initialisation."""
     data: DataConfig
     """Datasets and how to cut chunks from them."""
     env: EnvConfig | None = None
@@ -298,8 +298,6 @@ class RLTrainConfig(Checked):
                     f"freeze is {self.freeze!r}, and the policy is an MLP",
                     "an MLP has no frozen parts: set freeze none or full",
                 )
-            if self.init_weights is not None:
-                yield f"init_weights is {self.init_weights!r}, and the policy is an MLP", "only π₀ has weights to load"
             return
         if self.freeze == "frozen" and not self.agent.freezes_policy:
             learning = ", ".join(tag(kind) for kind in AgentConfig.kinds() if kind.freezes_policy)

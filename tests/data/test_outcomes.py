@@ -90,6 +90,20 @@ def test_declared_rules(rule: str, shift: float) -> None:
     check(derive(recorded, with_file, length=3, label=True), reached, [0, 0, 1], [0, 0, 0], True)
 
 
+def test_running_out_of_time_may_be_the_failure() -> None:
+    """What `pirl record` writes of an episode that reaches the time limit: a critic is to see a 0, or to bootstrap."""
+    out_of_time = columns(reward=[0, 0, 0], done=[0, 0, 1], truncated=[0, 0, 1], success=[0, 0, 0])
+    in_time = columns(reward=[0, 0, 1], done=[0, 0, 1], truncated=[0, 0, 0], success=[0, 0, 1])
+    for failure in ("auto", "terminal", "timeout"):
+        found = derive(out_of_time, OutcomeRule(rule="columns", failure=failure), length=3)
+        check(found, [0, 0, 0], [0, 0, 0], [0, 0, 1], False)
+    always = OutcomeRule(rule="columns", failure="always")
+    check(derive(out_of_time, always, length=3), [0, 0, 0], [0, 0, 1], [0, 0, 0], False)
+    check(derive(in_time, always, length=3), [0, 0, 1], [0, 0, 1], [0, 0, 0], True)
+    unlabelled = columns(reward=[0, 0, 0])
+    check(derive(unlabelled, always, length=3), [0, 0, 0], [0, 0, 0], [0, 0, 1], None)
+
+
 @pytest.mark.parametrize("rule", ["sparse_success", "step_penalty"])
 def test_what_a_failure_means_is_a_setting(rule: str) -> None:
     shift = -float(rule == "step_penalty")
@@ -105,6 +119,7 @@ def test_what_a_failure_means_is_a_setting(rule: str) -> None:
     check(ends(None, failure="terminal", failure_reward=-5.0), [shift] * 3, [0, 0, 0], [0, 0, 1], None)
     cut = columns(truncated=[0, 0, 1])
     check(ends(False, failure="terminal", failure_reward=-5.0, recorded=cut), [shift] * 3, [0, 0, 0], [0, 0, 1], False)
+    check(ends(False, failure="always", recorded=cut), [shift] * 3, [0, 0, 1], [0, 0, 0], False)
     check(ends(True, failure="terminal", failure_reward=-5.0), [shift, shift, shift + 1], [0, 0, 1], [0, 0, 0], True)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from pirl.agents.bc import BC
 from pirl.agents.config import ACRLPDConfig, BCConfig
-from pirl.build import build_agent
+from pirl.build import build_agent, build_policy
 from pirl.checkpoints.openpi import save_openpi
 from pirl.cli import app
 from pirl.config import EarlyStop, RLTrainConfig
@@ -26,13 +26,14 @@ from pirl.data.robots import get_robot
 from pirl.data.writer import LeRobotWriter
 from pirl.errors import ConfigError, PirlError, PirlWarning
 from pirl.models import pi0
-from pirl.models.config import get_preset
+from pirl.models.config import MLPFlowConfig, get_preset
 from pirl.models.params import flatten, nest
 from pirl.names import CAMERAS
 from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.recipes import get_config
 from pirl.rollout.config import EvalConfig
 from pirl.training import preflight
+from pirl.training.build import load_policy
 from pirl.training.config import KeepBest
 from small_runs import small_run
 
@@ -152,6 +153,20 @@ def test_weights_are_compared_by_their_metadata(tmp_path: Path, monkeypatch: pyt
     (problem,) = refused(wider)
     assert "do not fit the model" in problem.message
     assert "action_dim differs" in problem.hint
+
+
+def test_an_mlp_starts_from_the_weights_of_another_run(tmp_path: Path) -> None:
+    data = replace(ALOHA.data, repo_ids=("synthetic",), robot="synthetic", cameras=(), tokenizer="none")
+    model = MLPFlowConfig(state_dim=2, action_dim=2, horizon=3, hidden=(8, 8))
+    config = replace(ALOHA, data=data, model=model, init_weights=str(tmp_path / "weights"))
+    params = build_policy(config).init(jax.random.key(1))
+    save_openpi(params, tmp_path / "weights", norm_stats={})
+    checked(config)
+    loaded = load_policy(config, make_mesh(1), jax.random.key(2))
+    assert loaded is not None
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    (problem,) = refused(replace(config, model=replace(model, hidden=(8, 16))))
+    assert "do not fit the model" in problem.message
 
 
 def test_none_is_no_path() -> None:

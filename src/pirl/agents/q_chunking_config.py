@@ -151,7 +151,7 @@ class ChunkCriticConfig(AgentConfig):
                 f"{self.reward_low:g} to {self.reward_high:g}",
                 f"they bound the values: --agent.reward-low {low:g} --agent.reward-high {high:g}",
             )
-        if outcome == "step_penalty" and run.data.failure == "terminal" and not run.data.failure_reward:
+        if outcome == "step_penalty" and run.data.failure in ("terminal", "always") and not run.data.failure_reward:
             yield (
                 "data.outcome 'step_penalty' with failures that end the task at no cost: failing early would pay",
                 "make a failure cost more than continuing, such as --data.failure-reward -100, or a time-out: "

@@ -15,10 +15,11 @@ keep the most recent. `auto`: choose by frame size, memory and disk."""
 Rule = Literal["auto", "columns", "sparse_success", "step_penalty"]
 """`columns`: as recorded. `sparse_success`: reward 1 at success, else 0. `step_penalty`: reward -1 per step, 0 at
 success. `auto`: the recorded columns; an error if there are none, because outcomes cannot be guessed."""
-Failure = Literal["auto", "terminal", "timeout"]
+Failure = Literal["auto", "terminal", "timeout", "always"]
 """Meaning of a labelled failure without `next.truncated`. `terminal`: the task is lost, and the value after the last
 action is the failure reward alone. `timeout`: the recording stopped, the task could still have succeeded. `auto`:
-terminal, unless steps have a cost and failing has none, because failing early would then pay."""
+terminal, unless steps have a cost and failing has none, because failing early would then pay. `always`: terminal, with
+`next.truncated` as well, for tasks whose only failure is to run out of time."""
 Takeover = Literal["ignore", "failure"]
 """How a critic treats an operator's takeover. `ignore`: every step is an ordinary transition. `failure`: the task was
 lost at the first of the policy's last `takeover_window` steps, each of which is terminal with `takeover_reward`; the
@@ -65,7 +66,10 @@ class DataConfig(Checked):
     the column next.success."""
     failure: Failure = "auto"
     """Meaning of a labelled failure: the task is lost (terminal) or the recording stopped (timeout). auto: terminal,
-    but timeout if steps cost something and `failure_reward` is 0. Unlabelled episodes never count as failures."""
+    but timeout if steps cost something and `failure_reward` is 0. An end recorded as cut off (next.truncated, as by
+    `pirl record`) is a time-out with all of these. always: terminal, too; where failures only ever run out of time, a
+    critic sees no other failure. Of datasets: episodes collected online end as they ended. Unlabelled episodes never
+    count as failures."""
     failure_reward: float = 0.0
     """Added to the last reward of a terminal failure: 0 or negative."""
     takeover: Takeover = "ignore"

@@ -117,7 +117,8 @@ def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: 
     else:
         ended = any(flags is not None and flags[-1] for flags in (done, cut))
         success = False if ended else None
-    labelled = reached is not None and (done is None or cut is None)  # the two together say how it ended
+    # The two together say how it ended.
+    labelled = reached is not None and (done is None or cut is None or rule.failure == "always")
     return _outcome(rule, rewards, terminated, cut, success, labelled=labelled)
 
 
@@ -154,10 +155,12 @@ def _outcome(
 
 
 def _loses(rule: OutcomeRule, rewards: Float32[np.ndarray, "T"], cut: Bool[np.ndarray, "T"] | None) -> bool:
-    """Does a labelled failure end the task? What was recorded as cut off did not; else the rule decides.
+    """Does a labelled failure end the task? What was recorded as cut off did not, unless all do; else the rule decides.
 
     Where every step costs, an end that costs nothing is the best thing a policy can reach: `auto` does not make one.
     """
+    if rule.failure == "always":
+        return True
     if cut is not None and cut[-1]:
         return False
     if rule.failure == "auto":

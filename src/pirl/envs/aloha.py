@@ -102,7 +102,7 @@ class AlohaEnv(RobotEnv):
         return Outcome(reward, success, self._steps >= self.max_steps and not success, success)
 
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
-        """Joints and grippers, in the units of actions, and the pictures of the cameras that were chosen, or objects."""
+        """Joints and grippers, in the units of actions, and the pictures of the chosen cameras, or the objects."""
         full = self.config.full_state
         state = np.concatenate([self._task.get_qpos(self._physics), *(self.objects if full else ())])
         seen: dict[str, Any] = {STATE: state.astype(np.float32), PROMPT: self.tasks[0]}

@@ -1,11 +1,31 @@
-"""Simulators that people know, from their state instead of pictures: two CPU cores, no GPU.
+"""Simulators that people know, from their state instead of pictures: two CPU cores, no GPU, an MLP.
 
     pirl record bc_metaworld_mt10_state --episodes 400 --repo-id demos/metaworld_mt10_state --env.max-steps 200 \
 --dials wrong=0.5 detour=0.25 action_noise=0.1
-    pirl norm-stats demos/metaworld_mt10_state --robot metaworld_mt10 --horizon 10 --out assets/demos/metaworld_mt10_state
-    pirl train bc_metaworld_mt10_state --exp-name first
-    pirl train acrlpd_metaworld_mt10_state --exp-name first \
---init-weights checkpoints/bc_metaworld_mt10_state/first/3000
+    pirl norm-stats demos/metaworld_mt10_state --robot metaworld_mt10 --horizon 10 \
+--out assets/demos/metaworld_mt10_state
+    pirl train bc_metaworld_mt10_state --exp-name bc
+    pirl train acrlpd_metaworld_mt10_state --exp-name rl --init-weights checkpoints/bc_metaworld_mt10_state/bc/2000
+    pirl train filtered_metaworld_mt10_state --exp-name rl --init-weights checkpoints/bc_metaworld_mt10_state/bc/2000
+    pirl train recap_metaworld_mt10_state --exp-name rl --init-weights checkpoints/bc_metaworld_mt10_state/bc/2000
+    pirl train dsrl_metaworld_mt10_state --exp-name rl --init-weights checkpoints/bc_metaworld_mt10_state/bc/2000
+    pirl train ript_metaworld_mt10_state --exp-name rl --init-weights checkpoints/bc_metaworld_mt10_state/bc/2000
+
+    pirl record bc_aloha_transfer_state --episodes 200 --repo-id demos/aloha_transfer_state --env.max-steps 200 \
+--dials time_scale=0.5 action_noise=0.02
+    pirl norm-stats demos/aloha_transfer_state --robot aloha_sim_full --horizon 10 \
+--out assets/demos/aloha_transfer_state
+    pirl train bc_aloha_transfer_state --exp-name bc
+
+Meta-World: the observation of its own multi-task benchmark, 39 numbers and which of the ten tasks it is. Half of the
+demonstrations act 12 cm beside the right place, a quarter corrects itself. They may last 200 steps, a policy has 120:
+96 % of the scripted policies' episodes succeed in these. The discount is 1 - 1/100. Every failure is time running out,
+so time-outs count as failures (`data.failure` always): otherwise the critic sees nothing but successes. These are a
+fifth to a third of all steps, and the filter keeps the best 15 %.
+
+ALOHA: joints and cube. Imitation of perfect demonstrations does not learn it yet.
+
+What was measured: docs/results/metaworld.md and docs/results/aloha.md, "From state".
 """
 
 from collections.abc import Iterator
@@ -33,26 +53,30 @@ _METAWORLD = RLTrainConfig(
         cameras=(),
         tokenizer="none",
         outcome="columns",
+        failure="always",
     ),
     env=MetaWorldConfig(full_state=True, one_hot=True, max_steps=120),
     rollout=RolloutConfig(num_envs=100, flow_steps=5),
-    evaluation=EvalConfig(interval=1500, episodes=100, films=0),
+    evaluation=EvalConfig(interval=1000, episodes=100, films=0),
     policy_optimizer=AdamW(weight_decay=1e-4),
-    policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1e-3, decay_steps=3000, decay_lr=1e-5),
-    checkpoint=CheckpointConfig(save_interval=1500, keep_period=None),
+    policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1e-3, decay_steps=2000, decay_lr=1e-5),
+    checkpoint=CheckpointConfig(save_interval=1000, keep_period=None),
     batch_size=128,
-    num_train_steps=3000,
+    num_train_steps=2000,
     log_interval=100,
 )
 
 _ALOHA = replace(
     _METAWORLD,
     name="bc_aloha_transfer_state",
-    model=MLPFlowConfig(state_dim=21, action_dim=14, horizon=5, hidden=_WIDTHS),
+    model=MLPFlowConfig(state_dim=21, action_dim=14, horizon=10, hidden=_WIDTHS),
+    agent=BCConfig(augment=False, flow_draws=4, ema_decay=0.99),
     data=replace(_METAWORLD.data, repo_ids=("demos/aloha_transfer_state",), robot="aloha_sim_full"),
     env=AlohaConfig(task="transfer", full_state=True, max_steps=130),
     rollout=RolloutConfig(num_envs=50, flow_steps=5),
     evaluation=EvalConfig(interval=3000, episodes=50, films=0),
+    policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1e-3, decay_steps=3000, decay_lr=1e-5),
+    num_train_steps=3000,
 )
 
 
@@ -119,7 +143,6 @@ def _improved(bc: RLTrainConfig, *, discount: float, share: float) -> Iterator[R
 
 RECIPES = (
     _METAWORLD,
-    *_improved(_METAWORLD, discount=0.99, share=0.25),
+    *_improved(_METAWORLD, discount=0.99, share=0.15),
     _ALOHA,
-    *_improved(_ALOHA, discount=0.992, share=0.3),
 )

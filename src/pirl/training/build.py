@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from pirl.agents.agent import Agent
+from pirl.build import policy_leaves
 from pirl.checkpoints.weights import check_finite, load
 from pirl.config import RLTrainConfig
 from pirl.data.assets import assets_beside, choose_asset, named_asset, own_assets
@@ -21,9 +22,7 @@ from pirl.data.replay import ReplayBuffer
 from pirl.data.transforms import Transform
 from pirl.envs.make import make_env
 from pirl.errors import ConfigError
-from pirl.models import pi0
-from pirl.models.config import Pi0Config
-from pirl.models.params import Params
+from pirl.models.params import Params, shapes_of
 from pirl.names import NORM_STATS_FILE
 from pirl.parallel.distributed import is_main
 from pirl.parallel.sharding import data_sharding, sharded_shapes
@@ -309,15 +308,15 @@ def build_loader(
 
 def load_policy(config: RLTrainConfig, mesh: Any, key: jax.Array) -> Params | None:
     """The weights to start from, read straight into their shards; None where training starts from nothing."""
-    if config.init_weights is None or not isinstance(config.model, Pi0Config):
+    if config.init_weights is None:
         return None
-    leaves = pi0.declare(config.model)
+    leaves = policy_leaves(config)
 
     def fresh(path: str) -> jax.Array:
         leaf = leaves[path]
         return leaf.init(jax.random.fold_in(key, zlib.crc32(path.encode())), leaf.shape)
 
-    reference = sharded_shapes(mesh, pi0.param_shapes(config.model))
+    reference = sharded_shapes(mesh, shapes_of(leaves))
     params = load(config.init_weights, reference, init=fresh)
     check_finite(params, source=config.init_weights)
     return params

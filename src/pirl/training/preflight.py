@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from pirl.agents.agent import Agent, TrainState
-from pirl.build import schedules
+from pirl.build import policy_leaves, schedules
 from pirl.checkpoints.fetch import to_download
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.restore import check_tree
@@ -36,8 +36,7 @@ from pirl.data.normalize import load_norm_stats
 from pirl.data.pool import fingerprint
 from pirl.envs.make import check_installed
 from pirl.errors import CheckpointError, ConfigError, PirlError, PirlWarning, did_you_mean, listing, numbered
-from pirl.models import pi0
-from pirl.models.config import Pi0Config
+from pirl.models.params import shapes_of
 from pirl.names import ACTIONS, NORM_STATS_FILE, TRAIN_STATE_ITEM
 from pirl.parallel.sharding import check_batch, validate_fsdp_sharding
 from pirl.planning.memory import leaf_bytes
@@ -263,7 +262,7 @@ def clip_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource], folde
 def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError]:
     """Missing weights, or weights of another model, judged by names and shapes."""
     where = config.init_weights
-    if where is None or not isinstance(config.model, Pi0Config):
+    if where is None:
         return
     if not download and (place := to_download(where)):
         yield data.NotHereError(
@@ -271,7 +270,7 @@ def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterato
             hint="they are downloaded once everything else is right",
         )
     else:
-        check_fits(where, pi0.param_shapes(config.model))
+        check_fits(where, shapes_of(policy_leaves(config)))
 
 
 def metric_problems(
