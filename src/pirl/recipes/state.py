@@ -20,8 +20,9 @@
 Meta-World: the observation of its own multi-task benchmark, 39 numbers and which of the ten tasks it is. Half of the
 demonstrations act 12 cm beside the right place, a quarter corrects itself. They may last 200 steps, a policy has 120:
 96 % of the scripted policies' episodes succeed in these. The discount is 1 - 1/100. Every failure is time running out,
-so time-outs count as failures (`data.failure` always): otherwise the critic sees nothing but successes. These are a
-fifth to a third of all steps, and the filter keeps the best 15 %.
+so time-outs count as failures (`data.failure` always): otherwise the critic sees nothing but successes. These are
+30 % of all steps, and the filter keeps the best 15 %. The critic learns observed returns throughout: bootstrapping from
+step 300 made it worse (correlation with returns 0.70, then 0.50).
 
 ALOHA: joints and cube. Imitation of perfect demonstrations does not learn it yet.
 
@@ -100,7 +101,7 @@ def _improved(bc: RLTrainConfig, *, discount: float, share: float) -> Iterator[R
         target_ess=0.3,
         bc_loss_weight=0.0,
         target_update_rate=0.01,
-        mc_steps=300,
+        mc_steps=1200,
         actor_warmup_steps=300,
         augment=False,
         policy_ema_decay=0.99,
