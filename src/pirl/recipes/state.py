@@ -29,7 +29,6 @@ ALOHA: joints and cube. Imitation of perfect demonstrations does not learn it ye
 What was measured: docs/results/metaworld.md and docs/results/aloha.md, "From state".
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
@@ -38,6 +37,7 @@ from pirl.data.config import DataConfig
 from pirl.envs.config import AlohaConfig, MetaWorldConfig
 from pirl.models.config import MLPFlowConfig
 from pirl.models.critic_config import CriticConfig
+from pirl.recipes.families import derive
 from pirl.rollout.config import EvalConfig, RolloutConfig
 from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
 
@@ -80,70 +80,45 @@ _ALOHA = replace(
     num_train_steps=3000,
 )
 
-
-def _improved(bc: RLTrainConfig, *, discount: float, share: float) -> Iterator[RLTrainConfig]:
-    """What starts from BC's weights: 1,200 updates each, and RIPT's eight iterations."""
-    simulator = bc.name.removeprefix("bc_")
-    rl = replace(
-        bc,
-        policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=5e-4, decay_steps=1200, decay_lr=1e-5),
-        critic_schedule=ConstantSchedule(lr=5e-4),
-        evaluation=replace(bc.evaluation, interval=600) if bc.evaluation else None,
-        checkpoint=CheckpointConfig(save_interval=600, keep_period=None),
-        batch_size=64,
-        num_train_steps=1200,
-    )
-    acrlpd = ACRLPDConfig(
-        discount=discount,
+_ACRLPD = replace(
+    derive(
+        _METAWORLD,
+        ACRLPDConfig,
+        discount=0.99,
         num_action_samples=4,
         flow_steps=5,
-        flow_draws=2,
         target_ess=0.3,
         bc_loss_weight=0.0,
         target_update_rate=0.01,
         mc_steps=1200,
         actor_warmup_steps=300,
-        augment=False,
-        policy_ema_decay=0.99,
-    )
-    yield replace(rl, name=f"acrlpd_{simulator}", agent=acrlpd)
-    filtered = FilteredConfig(discount=discount, share=share, flow_draws=2, augment=False, ema_decay=0.99)
-    yield replace(rl, name=f"filtered_{simulator}", agent=filtered)
-    recap = RECAPConfig(
-        discount=discount,
-        positive_share=0.3,
-        value_warmup_steps=300,
-        flow_draws=2,
-        augment=False,
-        policy_ema_decay=0.99,
-    )
-    yield replace(rl, name=f"recap_{simulator}", agent=recap)
-    dsrl = DSRLConfig(
-        discount=discount,
-        num_action_samples=2,
-        flow_steps=5,
-        q_aggregation="min",
-        target_update_rate=0.01,
-        mc_steps=300,
-        actor_warmup_steps=300,
-        augment=False,
-    )
-    yield replace(rl, name=f"dsrl_{simulator}", agent=dsrl, policy_schedule=ConstantSchedule(lr=5e-4))
-    yield replace(
-        bc,
-        name=f"ript_{simulator}",
-        agent=RIPTConfig(group_size=8, groups_per_iteration=20, max_attempts=1.5, epochs=2, flow_draws=4),
-        rollout=replace(bc.rollout, num_envs=160),
-        policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=2e-4, decay_steps=200, decay_lr=2e-5),
-        evaluation=replace(bc.evaluation, interval=8) if bc.evaluation else None,
-        checkpoint=CheckpointConfig(save_interval=8, keep_period=None),
-        num_train_steps=8,
-        log_interval=1,
-    )
+    ),
+    policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=5e-4, decay_steps=1200, decay_lr=1e-5),
+    critic_schedule=ConstantSchedule(lr=5e-4),
+    evaluation=EvalConfig(interval=600, episodes=100, films=0),
+    checkpoint=CheckpointConfig(save_interval=600, keep_period=None),
+    batch_size=64,
+    num_train_steps=1200,
+)
 
+_RIPT = replace(
+    _METAWORLD,
+    name="ript_metaworld_mt10_state",
+    agent=RIPTConfig(group_size=8, groups_per_iteration=20, max_attempts=1.5, epochs=2, flow_draws=4),
+    rollout=RolloutConfig(num_envs=160, flow_steps=5),
+    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=2e-4, decay_steps=200, decay_lr=2e-5),
+    evaluation=EvalConfig(interval=8, episodes=100, films=0),
+    checkpoint=CheckpointConfig(save_interval=8, keep_period=None),
+    num_train_steps=8,
+    log_interval=1,
+)
 
 RECIPES = (
     _METAWORLD,
-    *_improved(_METAWORLD, discount=0.99, share=0.15),
+    _ACRLPD,
+    derive(_ACRLPD, FilteredConfig, share=0.15),
+    derive(_ACRLPD, RECAPConfig, positive_share=0.3),
+    derive(_ACRLPD, DSRLConfig),
+    _RIPT,
     _ALOHA,
 )
