@@ -14,7 +14,8 @@ The scripted expert makes two deliberate errors: it reaches 5 cm beside the cube
 arm has it. About 40 % of its episodes succeed, after 140 of at most 200 steps. Three cameras of 75x99
 pixels, without shadows: from above, where the cube is three pixels wide, and at both wrists, where it fills the picture
 when it is grasped. The policy plans 20 actions and executes 10. The discount is 1 - 1/200: a success is
-worth one half at the start.
+worth one half at the start. Running out of time is the only failure there is, so it ends the task
+(`data.failure always`).
 
 Four critics (HL-Gauss, actions clipped at 4 standard deviations) regress observed returns for the first 500 steps,
 while the actor imitates. The VLM trains during imitation and is frozen afterwards, so that all losses share one prefix.
@@ -43,6 +44,7 @@ _BC = RLTrainConfig(
         cameras=CAMERAS,
         tokenizer="word",
         outcome="columns",
+        failure="always",
         critic_horizon=10,
         episodes_per_memory_pool=None,
     ),

@@ -20,8 +20,9 @@ the hand, the opening of the gripper, and the instruction, but no object positio
 10 actions is an eighth of a second, so an episode has 15 decisions, all executed and all scored by the critic.
 The discount is 1 - 1/100: a success after 90 steps is worth 0.40, one with a detour of 60 steps 0.22. Four critics
 (HL-Gauss, actions clipped at 4 standard deviations) regress observed returns for the first 500 steps, while the actor
-imitates, then bootstrapped targets. Seven in ten steps belong to failures, so the filter keeps the best quarter. The
-VLM trains during imitation and is frozen afterwards.
+imitates, then bootstrapped targets. Running out of time is the only failure there is, so it ends the task
+(`data.failure always`). Seven in ten steps belong to failures, so the filter keeps the best quarter. The VLM trains
+during imitation and is frozen afterwards.
 
 RIPT rolls out 32 groups of 8 per iteration; tasks that always or never succeed give no signal and are drawn less often.
 
@@ -57,6 +58,7 @@ _BC = RLTrainConfig(
         cameras=_CAMERAS,
         tokenizer="word",
         outcome="columns",
+        failure="always",
         episodes_per_memory_pool=None,
     ),
     env=MetaWorldConfig(wrist_camera=True, render_size=_PIXELS, max_steps=150),
