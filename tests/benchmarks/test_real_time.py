@@ -42,15 +42,10 @@ def test_a_continued_chunk_jumps_less(
     monkeypatch.setattr("sys.argv", ["real_time.py", str(checkpoint), "--episodes", "3", "--latencies", "0", "200"])
     assert real_time.main() == 0
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
-    assert [(line[1].strip(), line[2].strip(), line[3].strip()) for line in lines] == [
-        ("0 ms", "0", "without"),
-        ("0 ms", "0", "with"),
-        ("200 ms", "2", "without"),
-        ("200 ms", "2", "with"),
-    ]
-    jumps = [float(line[5]) for line in lines]
-    assert jumps[1] < jumps[0]
-    assert jumps[3] < jumps[2] / 2, "the steps until the reply arrives are kept"
+    jumps = {(line[1].strip(), line[2].strip()): float(line[5]) for line in lines}
+    assert list(jumps) == [(f"{ms} ms", way) for ms in (0, 200) for way in ("waits", "takes up", "guided")]
+    assert jumps["0 ms", "guided"] < jumps["0 ms", "takes up"]
+    assert jumps["200 ms", "guided"] < jumps["200 ms", "takes up"] / 2, "the steps until the reply arrives are kept"
     monkeypatch.setattr("sys.argv", ["real_time.py", str(checkpoint), "--episodes", "1", "--latencies", "400"])
     with pytest.raises(SystemExit, match="runs out"):
         real_time.main()
