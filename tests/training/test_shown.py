@@ -16,7 +16,7 @@ def folder(root: Path, step: int, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"), [(1, [0]), (2, [0, 1000]), (3, [0, 200, 1000]), (50, [0, 20, 40, 100, 200, 1000])]
+    ("keep", "left"), [(1, [0, 1000]), (2, [0, 1000]), (3, [0, 200, 1000]), (50, [0, 20, 40, 100, 200, 1000])]
 )
 def test_the_first_and_the_latest_stay(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in (0, 20, 40, 100, 200, 1000):

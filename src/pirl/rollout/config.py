@@ -76,7 +76,7 @@ class EvalConfig(Checked):
     """Save videos of the first so many successes and failures of each evaluation, in the run's films/STEP; wandb and
     trackio get them too. 0: none."""
     films_kept: Count = 50
-    """Number of evaluations to keep videos of: the first and the latest ones."""
+    """Number of evaluations to keep videos of: the first and the latest ones, at least two."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,14 +106,12 @@ def run(
     gone_back: Sequence[Recovery] = (),
 ) -> int:
     """Update until the last step, early stopping or an interrupt; then save a checkpoint."""
-    updates = int(state.step)
     with callbacks(config, agent, stream, checkpoints, extra, evaluator, gone_back) as around:
         state = around.begin(state)
         for step in range(around.start + 1, config.num_train_steps + 1):
             try:
                 for batch in around.batches(step, state):
-                    state, metrics = update(state, batch, jax.random.fold_in(key, updates))
-                    updates += 1
+                    state, metrics = update(state, batch, jax.random.fold_in(key, around.updates))
                     around.updated(state, batch, metrics)
             except CollectionStoppedError:  # no update of this step has run
                 around.interrupted(state, step)

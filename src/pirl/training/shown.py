@@ -45,10 +45,10 @@ def states(before: dict[Context, bool], now: dict[Context, bool]) -> tuple[Initi
 def thin_out(folder: Path, keep: int) -> None:
     """Delete films but those of the first evaluation and of the last `keep` - 1: a long run must not fill the disk.
 
-    A step's folder that holds anything else stays.
+    The latest always stay: services are about to read them. So does a step's folder that holds anything else.
     """
     steps = [child for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
     steps.sort(key=lambda child: int(child.name))
-    for step in steps[1 : 1 - keep or None]:
+    for step in steps[1 : -max(keep - 1, 1)]:
         if all(_OURS.fullmatch(file.name) for file in step.iterdir()):
             shutil.rmtree(step, ignore_errors=True)
