@@ -126,7 +126,7 @@ class RECAPConfig(AgentConfig):
         return RewardRange(self.reward_low + low, self.reward_high + high, self.reward_once)
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Too few critics for the folds; words that nobody reads."""
+        """Too few critics for the folds; settings that `condition text` would ignore."""
         if run.critic.num_critics < self.folds:
             yield (
                 f"agent.folds is {self.folds} and there is {run.critic.num_critics} critic(s): some episodes would "
@@ -139,8 +139,8 @@ class RECAPConfig(AgentConfig):
             yield "agent.condition is 'text', and the policy reads no instruction", "--agent.condition vector"
         if self.guidance != 1:
             yield (
-                f"agent.guidance is {self.guidance:g} and agent.condition 'text': the policy is told one thing when it "
-                "acts, guidance compares two",
+                f"agent.guidance is {self.guidance:g} and agent.condition 'text': the policy acts with one "
+                "prompt, guidance compares two",
                 "--agent.guidance 1, or train with --agent.condition vector",
             )
 

@@ -190,7 +190,7 @@ class Meeting:
     """
 
     _last: str | None = None
-    """The one before, which nobody reads any more."""
+    """The previous meeting; all processes have read it."""
 
     def __init__(self, name: str) -> None:
         _barriers[name] += 1
