@@ -221,6 +221,19 @@ def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path: Path, monkeypatch: py
     assert "--checkpoint.base-dir" in problem.hint
 
 
+def test_checkpoints_that_are_there_already_need_no_more_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_run(tmp_path, PLAIN)
+    agent = build_agent(config)
+    shapes = jax.eval_shape(agent.init, jax.random.key(0))
+    needed, _ = preflight.checkpoint_bytes(config, shapes)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place: SimpleNamespace(free=needed - 1000))
+    assert len(list(preflight.disk_problems(config, shapes))) == 1
+    folder = config.run_dir / "4" / "params"
+    folder.mkdir(parents=True)
+    (folder / "_METADATA").write_bytes(bytes(1000))
+    assert not list(preflight.disk_problems(config, shapes))
+
+
 def test_what_is_best_must_be_saved(tmp_path: Path) -> None:
     run = get_config("bc_tabletop")
     config = replace(

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pirl.agents.agent_config import AgentConfig, RewardRange
 from pirl.errors import ConfigError
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
-from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Share
+from pirl.ranges import Bounds, Count, Decay, Inside, Natural, NotNegative, Positive, Share
 from pirl.search import Choice, Item, Range, around
 
 Actor = Literal["awr", "distill", "best_of_n"]
@@ -69,7 +69,7 @@ class ChunkCriticConfig(AgentConfig):
     gate: Share | None = None
     """The actor uses the critic only while the rank correlation of values and returns on held-out episodes is above
     this and above chance; otherwise it behaves as during `actor_warmup_steps`. None: no gate, only the warm-up."""
-    calql_weight: float = 0.0
+    calql_weight: NotNegative = 0.0
     """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0: off."""
     clip_targets: bool = True
     """Clip targets to the possible returns. Q-chunking does not; `hl_gauss` always clips."""
@@ -220,9 +220,9 @@ class ACRLPDConfig(QChunkingConfig):
     scale_by_state: bool = False
     """Divide advantages by the spread of the candidates' values at s, so that one temperature fits both early
     decisions, which change the value little, and late ones."""
-    beta_init: float = 0.1
+    beta_init: Positive = 0.1
     """Initial temperature, as a share of the value range."""
-    weight_cap: float = 20.0
+    weight_cap: Annotated[float, Bounds(low=1)] = 20.0
     """Largest advantage weight."""
     bc_loss_weight: Share = 0.1
     """Weight of pure imitation in the actor's loss, independent of the critic."""

@@ -21,6 +21,7 @@ from pirl.checkpoints.ocdbt import check_files, read_json
 from pirl.checkpoints.torch_names import EXPERT_LM_HEAD
 from pirl.checkpoints.weights import find_params, kind_of, npz_headers, open_safetensors, openpi_leaves
 from pirl.errors import CheckpointError
+from pirl.files import size_of
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, SAFETENSORS_FILE, TRAIN_STATE_ITEM
 
 _COMPONENTS = (
@@ -147,7 +148,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
         steps=_steps(folder) if kind == "openpi" else (),
         leaves=leaves,
         components=_components(leaves),
-        disk_bytes=_disk_bytes(files),
+        disk_bytes=size_of(files),
         norm_stats={} if kind == "npz" else _norm_stats(folder / ASSETS_ITEM),
         train_state=train_state,
         ema=ema,
@@ -260,11 +261,6 @@ def _steps(folder: Path) -> tuple[int, ...]:
         return ()
     siblings = folder.absolute().parent.iterdir()
     return tuple(sorted(int(s.name) for s in siblings if s.name.isdigit() and (s / PARAMS_ITEM).is_dir()))
-
-
-def _disk_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
 
 
 def _size(n: int) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pirl.errors import DataError
+from pirl.files import size_of
 from pirl.names import (
     INTENDED,
     INTENDED_STEP,
@@ -176,7 +177,7 @@ class Recorder:
                 f"{self.root}: {free / 1e9:.1f} GB are free on the disk, less than min_free_gb {self._min_free_gb:g}",
                 hint="move earlier recordings away, or record to another disk",
             )
-        if self._max_gb is not None and (size := _folder_bytes(self.root)) >= self._max_gb * 1e9:
+        if self._max_gb is not None and (size := size_of(self.root)) >= self._max_gb * 1e9:
             raise DataError(
                 f"{self.root}: the dataset has {size / 1e9:.2f} GB, its budget is {self._max_gb:g}",
                 hint="record to another dataset, or raise max_gb",
@@ -215,10 +216,6 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Any:
             yield from _flatten(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
-
-
-def _folder_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
 class _Writer:

@@ -131,7 +131,7 @@ class Callbacks:
             self.ending += self.saver.leave(state, step, values)
         elif self.over or self.checkpoints.due(step):
             jax.block_until_ready(state.step)  # updates under way are training, what follows is not
-            with self.log.paused():
+            with self._paused():
                 self.saver.save(state, step, values)
             self.stop.warn(self.config.checkpoint.grace, self.checkpoints.seconds, self.say)
         self.progress.advance()
@@ -163,6 +163,12 @@ class Callbacks:
             self.saver.save(state, step, values)
             raise
 
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Time that is no training."""
+        with self.log.paused(), self.watchdog.paused():
+            yield
+
     def _mark(self, label: str) -> None:
         if self.config.log_memory:
             self.memory.mark(label)
@@ -182,7 +188,7 @@ class Callbacks:
         """Evaluate if it is due, log and show it; the state as the algorithm leaves it when it learns the results."""
         if self.evaluator is None or not self.evaluator.due(step, self.total):
             return state, None
-        with self._saving_if_environments_break(state, step, values) if step else nullcontext(), self.log.paused():
+        with self._saving_if_environments_break(state, step, values) if step else nullcontext(), self._paused():
             results = self.evaluator(state, step, self.total, self.say)
             self.log.write(step, results)
             self.log.show(step, self.evaluator.shown)
