@@ -8,19 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 from rich.console import Console
 from rich.table import Table
 
 from pirl.checkpoints.export_folder import norm_stats_dims
 from pirl.checkpoints.ocdbt import check_files, read_json
+from pirl.checkpoints.restore import stored_tree
 from pirl.checkpoints.torch_names import EXPERT_LM_HEAD
 from pirl.checkpoints.weights import find_params, kind_of, npz_headers, open_safetensors, openpi_leaves
-from pirl.errors import CheckpointError
 from pirl.files import size_of
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, SAFETENSORS_FILE, TRAIN_STATE_ITEM
 
@@ -224,14 +221,7 @@ def _train_state(folder: Path) -> tuple[tuple[str, ...], bool | None]:
     if not (folder / "_METADATA").is_file():
         return (), None
     check_files(folder)
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        tree: Any = handler.metadata(epath.Path(folder.absolute())).tree
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}", hint="the weights may still load") from error
-    finally:
-        handler.close()
-    kept = {str(key): value for key, value in tree.items() if value is not None and value != {}}
+    kept = {str(key): value for key, value in stored_tree(folder).items() if value is not None and value != {}}
     return tuple(kept), "params" in kept
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from pirl.envs.env import Outcome, RobotEnv
-from pirl.envs.gym import flatten
 from pirl.errors import EnvError
 from pirl.names import PROMPT
+from pirl.nested import flatten
 from pirl.records import Array, Context
 
 

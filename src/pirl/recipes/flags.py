@@ -11,7 +11,7 @@ from typing import Any
 import tyro
 
 from pirl.config import RLTrainConfig
-from pirl.config_io import TAG, from_dict
+from pirl.config_io import TAG, with_settings
 from pirl.recipes.debug import shrink, vary
 from pirl.training.config import ConstantSchedule, CosineSchedule, Schedule
 
@@ -30,7 +30,7 @@ def apply_flags(config: RLTrainConfig, flags: Sequence[str], *, prog: str, about
     config = _apply_short_names(config, given)
     kinds, rest = _take_kinds(rest)
     for path, kind in (*kinds, *_unset_parts(config, rest)):
-        config = from_dict(RLTrainConfig, _nested(path, kind), base=config)
+        config = with_settings(config, {path.replace("-", "_"): kind})
     listed = "\n".join(f"  {line}" for line in _described(short))
     return tyro.cli(
         RLTrainConfig,
@@ -129,10 +129,3 @@ def _unset_parts(config: RLTrainConfig, flags: Sequence[str]) -> Iterator[tuple[
             if (value := getattr(value, part, "")) is None:
                 yield ".".join(parts[:depth]), {}
                 break
-
-
-def _nested(path: str, leaf: Any) -> dict[str, Any]:
-    """`a.b` and x to {"a": {"b": x}}."""
-    for part in reversed(path.replace("-", "_").split(".")):
-        leaf = {part: leaf}
-    return leaf

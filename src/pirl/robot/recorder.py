@@ -37,6 +37,7 @@ from pirl.names import (
     POLICY,
     PROMPT,
 )
+from pirl.nested import flatten
 from pirl.robot import wire
 from pirl.robot.keys import PREFIX
 from pirl.robot.writing import read_message, write_message
@@ -189,7 +190,7 @@ def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
 
     Pictures are uint8 with three axes, stored as height, width, 3 whichever way the robot has them.
     """
-    flat = dict(_flatten(observation))
+    flat = flatten(observation)
     columns: dict[str, Array] = {}
     vectors: dict[str, Array] = {}
     for key, value in flat.items():
@@ -208,14 +209,6 @@ def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
             f"the observation has no state: {', '.join(flat) or 'nothing'}", hint="give the robot's state as a vector"
         )
     return {LEROBOT_STATE: np.concatenate([vectors[key] for key in chosen]), **columns}
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Any:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
 
 
 class _Writer:

@@ -17,12 +17,13 @@ from pirl.agents.agent import Agent, Choice, TrainState
 from pirl.build import build_agent
 from pirl.config import RLTrainConfig
 from pirl.data.robots import Robot
-from pirl.data.transforms import Transform, flatten
+from pirl.data.transforms import Transform
 from pirl.errors import DataError, PirlError
 from pirl.models import flow
 from pirl.models.config import Pi0Config
 from pirl.models.observation import Observation
 from pirl.names import ACTIONS, IMAGE, IMAGE_MASK
+from pirl.nested import flatten
 from pirl.processes import return_freed_memory
 from pirl.rollout.policy import row_keys
 from pirl.serve.novelty import Novelty

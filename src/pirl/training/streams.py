@@ -16,9 +16,9 @@ from pirl.agents.agent import Agent, Lesson, TrainState
 from pirl.config import RLTrainConfig
 from pirl.data.loader import ACRLPDDataLoader, put_on_devices
 from pirl.data.replay import ReplayBuffer, prune
-from pirl.data.transforms import flatten
 from pirl.envs.env import RawObservation
 from pirl.errors import EnvError
+from pirl.nested import flatten
 from pirl.parallel.distributed import host_slice
 from pirl.records import Array, Context, Episode, Rollout
 from pirl.rollout.collect import Job, numbered
