@@ -55,7 +55,7 @@ class DSRL(FrozenPolicy):
         horizon, dim = parts.policy.horizon, parts.policy.action_dim
         sizes = replace(parts.critic.config, action_clip=config.noise_limit)
         return cls(
-            **cls.parts_of(config, parts),
+            **cls.shared(config, parts),
             noise_critic=replace(parts.critic, config=sizes, critic_horizon=horizon, real_action_dim=dim),
             # Before training u has the deviation 1/m: w is nearly normal where m is large.
             actor=ChunkActor.reading(

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int, Key
 
 from pirl.agents import corrections
-from pirl.agents.agent import Metrics, Parts, TrainState
+from pirl.agents.agent import Agent, Metrics, Parts, TrainState
 from pirl.agents.chunk_critic import ChunkCritic, copied
 from pirl.agents.learner import Learner, accumulated, in_parts
 from pirl.agents.q_chunking_config import QChunkingConfig
@@ -77,21 +77,13 @@ class QChunking(ChunkCritic):
     """How the policy's weights learn."""
     encoder_frozen: bool = False
     """Does nothing that `policy.encode` reads train? Then one prefix serves a fixed copy of the policy as well."""
-    flow_steps: int | None = None
-    """Euler steps when acting; None: as many as for candidates in training."""
+    flow_steps: int = 0
+    """Euler steps when acting; 0: as many as for candidates in training."""
 
     @classmethod
-    def build(cls, config: Any, parts: Parts) -> "QChunking":
+    def build(cls, config: Any, parts: Parts) -> Agent:
         """The algorithm with these settings."""
-        return cls(
-            policy=parts.policy,
-            critic=replace(parts.critic, heads=config.heads),
-            config=config,
-            policy_learner=parts.policy_learner,
-            critic_learner=parts.critic_learner,
-            encoder_frozen=parts.encoder_frozen,
-            flow_steps=parts.flow_steps,
-        )
+        return super().build(config, replace(parts, critic=replace(parts.critic, heads=config.heads)))
 
     # What an actor adds
 

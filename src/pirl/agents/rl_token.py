@@ -40,16 +40,15 @@ class RLToken(FrozenPolicy):
     """Acts by one edited chunk; of several, the critic's choice."""
 
     config: RLTokenConfig
-    flow_steps: int | None = None
-    """Euler steps when acting; None: as many as in training."""
+    flow_steps: int = 0
+    """Euler steps when acting; 0: as many as in training."""
 
     @classmethod
     def build(cls, config: RLTokenConfig, parts: Parts) -> "RLToken":
         """The algorithm with these settings."""
         critic = parts.critic
         return cls(
-            **cls.parts_of(config, parts),
-            flow_steps=parts.flow_steps,
+            **cls.shared(config, parts),
             actor=ChunkActor.reading(
                 critic,
                 hidden=config.actor_hidden,

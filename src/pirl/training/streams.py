@@ -14,8 +14,9 @@ import numpy as np
 
 from pirl.agents.agent import Agent, Lesson, TrainState
 from pirl.config import RLTrainConfig
+from pirl.data.episode_store import keep_only
 from pirl.data.loader import ACRLPDDataLoader, put_on_devices
-from pirl.data.replay import ReplayBuffer, prune
+from pirl.data.replay import ReplayBuffer
 from pirl.envs.env import RawObservation
 from pirl.errors import EnvError
 from pirl.nested import flatten
@@ -206,7 +207,7 @@ class OnlineStream(DatasetStream):
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Episodes that left the replay buffer, once no checkpoint can bring them back."""
         states = list(states)
-        prune(self._directory, [state["replay"] for state in states])
+        keep_only(self._directory, [name for state in states for name in state["replay"]["episodes"]])
         self._collector.prune(state["collector"] for state in states)
 
 
