@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from pirl import text
 from pirl.data import cache, lerobot, video
 from pirl.data.cache import CacheConfig, FrameCache, cache_key, choose_tier
 from pirl.data.lerobot import DatasetMeta
@@ -343,7 +344,7 @@ def test_auto_says_what_it_chose_and_the_size_is_said_first(
     frames.build()
     said = capsys.readouterr().err.splitlines()
     assert "tier 'ram' because" in said[0]
-    size = cache.format_bytes(2 * int(meta.lengths.sum()) * 36 * 48 * 3)
+    size = text.size(2 * int(meta.lengths.sum()) * 36 * 48 * 3)
     assert f"decoding {2 * meta.lengths.sum()} frames, {size}, into memory" in said[1]
     make(meta, "disk").build()
     capsys.readouterr()
@@ -357,12 +358,9 @@ def test_a_dataset_without_cameras_has_nothing_to_build(meta: DatasetMeta) -> No
     assert frames.nbytes == 0
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(
-    meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cache, "_PLAIN_INTERVAL", 0.0)
+def test_without_a_terminal_progress_is_a_plain_line(meta: DatasetMeta, capsys: pytest.CaptureFixture[str]) -> None:
     make(meta, "ram").build()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoded")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding")]
     total = 2 * int(meta.lengths.sum())
-    assert len(lines) == 2 * len(meta.episodes)
-    assert lines[-1] == f"decoded {total} of {total} frames, about 0 s left"
+    assert len(lines) == 1
+    assert lines[0].startswith(f"decoding: {total}/{total} frames (100%)")

@@ -20,6 +20,7 @@ from pirl.checkpoints.torch_names import EXPERT_LM_HEAD
 from pirl.checkpoints.weights import find_params, kind_of, npz_headers, open_safetensors, openpi_leaves
 from pirl.files import size_of
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, SAFETENSORS_FILE, TRAIN_STATE_ITEM
+from pirl.text import size
 
 _COMPONENTS = (
     ("LoRA", r".*lora.*"),
@@ -162,8 +163,8 @@ def render(description: Description) -> str:
     facts.add_row("kind", f"{d.kind} ({d.model})")
     if d.step is not None:
         facts.add_row("step", f"{d.step} of {', '.join(map(str, d.steps))}" if len(d.steps) > 1 else str(d.step))
-    facts.add_row("weights", f"{d.parameters:,} parameters in {len(d.leaves)} arrays, {_size(d.bytes)}")
-    facts.add_row("on disk", _size(d.disk_bytes))
+    facts.add_row("weights", f"{d.parameters:,} parameters in {len(d.leaves)} arrays, {size(d.bytes)}")
+    facts.add_row("on disk", size(d.disk_bytes))
     if d.kind == "openpi":
         facts.add_row("resumable", f"yes: {', '.join(d.train_state)}" if d.train_state else "no: weights only")
         facts.add_row("average", {True: "moving average (EMA)", False: "raw weights", None: "not recorded"}[d.ema])
@@ -175,7 +176,7 @@ def render(description: Description) -> str:
         facts.add_row("norm stats", "none: OpenPI cannot serve it without")
     parts = Table("component", "arrays", "parameters", "size", "types")
     for c in d.components:
-        parts.add_row(c.name, str(c.leaves), f"{c.parameters:,}", _size(c.bytes), ", ".join(c.dtypes))
+        parts.add_row(c.name, str(c.leaves), f"{c.parameters:,}", size(c.bytes), ", ".join(c.dtypes))
     text = io.StringIO()
     Console(file=text, width=120, color_system=None, markup=False, emoji=False).print(facts, parts)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -251,8 +252,3 @@ def _steps(folder: Path) -> tuple[int, ...]:
         return ()
     siblings = folder.absolute().parent.iterdir()
     return tuple(sorted(int(s.name) for s in siblings if s.name.isdigit() and (s / PARAMS_ITEM).is_dir()))
-
-
-def _size(n: int) -> str:
-    power = min(3, max(0, len(str(n)) - 1) // 3)
-    return f"{n / 1000**power:.4g} {('B', 'kB', 'MB', 'GB')[power]}"

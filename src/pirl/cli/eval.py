@@ -205,10 +205,10 @@ def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> N
 
 def _evaluate(args: argparse.Namespace, found: Any, pool: Any, films: Any) -> Any:
     """Load one checkpoint and act out all contexts; `films` takes what it wants. Its weights are freed at the end."""
+    from pirl.progress import Progress
     from pirl.rollout.contexts import fixed_contexts
     from pirl.rollout.evaluate import evaluate
     from pirl.training.acting import load_acting
-    from pirl.training.progress import Progress
 
     policy = load_acting(found).use(args.seed)
     label = f"{found.config.name}/{found.config.exp_name} {found.folder.name}"

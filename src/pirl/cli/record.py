@@ -92,8 +92,8 @@ def _root(args: argparse.Namespace) -> Path:
 
 def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int, int]:
     """Numbers of recorded episodes, steps and successes."""
+    from pirl.progress import Progress
     from pirl.rollout.record import RolloutRecorder, num_recorded, recording_contexts
-    from pirl.training.progress import Progress
 
     frames = won = 0
     with ExitStack() as parts:

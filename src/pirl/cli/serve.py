@@ -257,8 +257,8 @@ def _shadow(args: argparse.Namespace, planners: Any) -> int:
     import json
 
     from pirl.data import lerobot
+    from pirl.progress import Progress
     from pirl.serve.shadow import shadow
-    from pirl.training.progress import Progress
 
     meta = lerobot.read_meta(lerobot.resolve(args.shadow))
     planner = planners(None)

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 from PIL import Image, ImageDraw
 
+from pirl import text
 from pirl.data import journal, labels, lerobot, outcomes, video
-from pirl.data.cache import format_bytes
 from pirl.data.config import DataConfig
 from pirl.data.dataset import MODEL_SIZE, read_interventions, read_outcomes, read_tasks
 from pirl.data.fit import fitting_discount, median_length
@@ -66,7 +66,7 @@ class Inspection:
 
     def __str__(self) -> str:
         frames = int(self.lengths.sum())
-        stored, decoded = format_bytes(self.stored_bytes), format_bytes(self.decoded_bytes)
+        stored, decoded = text.size(self.stored_bytes), text.size(self.decoded_bytes)
         width = max(map(len, self.features))
         rows = [f"  {key:<{width}}  {one.dtype:<8} {one.shape}" for key, one in self.features.items()]
         return "\n".join(

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from pirl.data.schema import parse_json
 from pirl.errors import DataError, listing
+from pirl.files import sync
 
 LABELS_FILE = "meta/pirl_labels.jsonl"
 MAX_NAME = 80
@@ -204,7 +205,7 @@ def _locked(path: Path) -> Iterator[int]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         if new:
-            _sync_folder(path.parent)
+            sync(path.parent)
         yield file
     finally:
         os.close(file)
@@ -233,11 +234,3 @@ def _whole(line: bytes) -> bool:
 def _write(file: int, data: bytes) -> None:
     while data:
         data = data[os.write(file, data) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

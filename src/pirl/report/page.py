@@ -17,8 +17,9 @@ from pirl.report.naming import Names
 from pirl.report.panels import sections
 from pirl.report.plots import Steps, metric_chart, success_chart
 from pirl.report.run import Run, read_runs
-from pirl.report.scales import duration, percent, size
+from pirl.report.scales import duration, percent
 from pirl.report.style import SCRIPT, style
+from pirl.text import size
 
 GENERATOR = "pirl report"
 """Marks a page as written by pirl, so that it may be replaced."""

@@ -20,6 +20,7 @@ from pirl.names import CONFIG_FILE
 from pirl.parallel import distributed
 from pirl.planning.flops import update_flops
 from pirl.planning.memory import GPUMemoryMonitor
+from pirl.progress import Progress
 from pirl.training import recovered
 from pirl.training.early_stop import Patience
 from pirl.training.ending import summary
@@ -27,7 +28,6 @@ from pirl.training.evaluator import Evaluations
 from pirl.training.interrupt import StopRequest, stop_on_signal
 from pirl.training.metrics import MetricLog, Timers, check_finite, peak_flops
 from pirl.training.pictures import save_camera_grid
-from pirl.training.progress import Progress
 from pirl.training.recovered import Recovery
 from pirl.training.saving import Saver
 from pirl.training.sinks import RunInfo

@@ -12,7 +12,7 @@ from typing import Any
 
 from pirl.checkpoints.run_directory import complete_steps, lock_run
 from pirl.errors import ConfigError, PirlError
-from pirl.training.progress import Progress
+from pirl.progress import Progress
 from pirl.tune.children import STOPPED, Child, Launch, Slots, launch, train_words
 from pirl.tune.compared import (
     SUCCESS,

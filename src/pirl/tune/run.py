@@ -16,7 +16,7 @@ from optuna.trial import Trial
 
 from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError, PirlError
-from pirl.training.progress import Progress
+from pirl.progress import Progress
 from pirl.tune.children import STOPPED, Child, Launch, Slots, launch, train_words
 from pirl.tune.results import described, drop_checkpoints, write_results
 from pirl.tune.study import State, Study, read_evaluations

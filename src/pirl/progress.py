@@ -7,16 +7,13 @@ is shown, prints and log messages are sent above it.
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TypeVar
 
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.file_proxy import FileProxy
-
-T = TypeVar("T")
 
 
 class Progress:
@@ -104,25 +101,6 @@ class Progress:
     def _print(self, now: float) -> None:
         self._printed, self._printed_at = now, self._done
         self.console.print(self.line(now), soft_wrap=True, markup=False, highlight=False)
-
-
-def track(
-    items: Iterable[T],
-    description: str,
-    total: int | None = None,
-    *,
-    unit: str = "items",
-    interval: int | float | None = 30.0,
-    is_main: bool = True,
-    console: Console | None = None,
-) -> Iterator[T]:
-    """The items, with their progress shown; `total` defaults to their length where they have one."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    with Progress(description, total, unit=unit, interval=interval, is_main=is_main, console=console) as progress:
-        for item in items:
-            yield item
-            progress.advance()
 
 
 @contextmanager
