@@ -148,6 +148,7 @@ class PolicyClient:
                 problem: Exception = error
             except (OSError, WebSocketException, WireError) as error:
                 problem = error
+            self._drop()  # a server that accepted and then said nothing
             if until is not None and time.monotonic() + wait > until:
                 raise ServerError(
                     f"{self._uri}: no policy server ({problem})", hint="start `pirl serve`, or check host and port"

@@ -200,7 +200,12 @@ def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
         if array.ndim == 3 and array.dtype == np.uint8:
             if array.shape[0] == 3 and array.shape[2] != 3:
                 array = array.transpose(1, 2, 0)
-            columns[f"{LEROBOT_IMAGES}.{key.rpartition('/')[2].removeprefix(LEROBOT_IMAGES + '.')}"] = array
+            name = f"{LEROBOT_IMAGES}.{key.rpartition('/')[2].removeprefix(LEROBOT_IMAGES + '.')}"
+            if name in columns:
+                raise DataError(
+                    f"two of the observation's pictures would be recorded as {name}", hint="rename one of them"
+                )
+            columns[name] = array
         elif array.ndim <= 1 and array.dtype.kind in "fiub":
             vectors[key] = np.atleast_1d(array).astype(np.float32)
     chosen = next(([key] for key in STATE_KEYS if key in vectors), list(vectors))
