@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pirl.agents.agent_config import AgentConfig, RewardRange
-from pirl.errors import ConfigError
+from pirl.agents.agent_config import AgentConfig, RewardRange, Rewards
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
 from pirl.ranges import Bounds, Count, Decay, Inside, Natural, NotNegative, Positive, Share
@@ -21,19 +20,13 @@ Value = Literal["best_of_n", "expectile"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkCriticConfig(AgentConfig):
+class ChunkCriticConfig(AgentConfig, Rewards):
     """A critic over action chunks, trained by temporal differences, and when the actor starts to use it."""
 
     replays: ClassVar[bool] = True
 
     discount: Inside = 0.99
     """Discount per environment step. A good start is 1 - 1/(steps of a long episode)."""
-    reward_low: float = 0.0
-    """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
-    reward_high: float = 1.0
-    """Largest reward of a step."""
-    reward_once: bool = True
-    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
     num_action_samples: Count = 4
     """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N at inference."""
     flow_steps: Count = 10
@@ -75,11 +68,6 @@ class ChunkCriticConfig(AgentConfig):
     """Clip targets to the possible returns. Q-chunking does not; `hl_gauss` always clips."""
     critic_ema_decay: Decay | None = 0.99
     """EMA decay of the critic, for best-of-N at inference; None turns it off."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.reward_low < self.reward_high:
-            raise ConfigError(f"rewards lie between {self.reward_low} and {self.reward_high}", hint="low before high")
 
     @property
     def heads(self) -> tuple[int, ...]:
