@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pirl.cli.app import Parser, positive
+from pirl.cli.app import Parser, console, positive
 
 NAME = "eval"
 HELP = """\
@@ -279,24 +279,20 @@ def _write(file: Path, result: Mapping[str, Any]) -> str:
 
 def _show(result: Mapping[str, Any], evaluated: Mapping[str, Any], out: Path) -> None:
     """Tables and where the files are."""
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal:  # nobody's window: do not break lines
-        console = Console(width=160, markup=False, emoji=False)
+    shown = console()
     for name, evaluation in evaluated.items():
         of = result[name] if name else result
-        console.print(_table(of["evaluation"], evaluation))
+        shown.print(_table(of["evaluation"], evaluation))
     if "compared_with" in result:
         c = result["compared_with"]["comparison"]
-        console.print(
+        shown.print(
             f"difference {c['difference']:+.3f}, p = {c['p_value']:.3g} (McNemar, exact, paired): both succeed "
             f"{c['both']} times, neither {c['neither']}, only the first {c['only_this']}, only the second "
             f"{c['only_other']}",
             highlight=False,
         )
     strip = f", {STRIP}" if (out / STRIP).exists() else ""
-    console.print(f"{out / FILE}{strip}", highlight=False, soft_wrap=True)
+    shown.print(f"{out / FILE}{strip}", highlight=False, soft_wrap=True)
 
 
 def _table(asked: Mapping[str, Any], evaluation: Any) -> Any:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pirl.cli.app import console
+
 FILE, SAMPLES = "held_out.json", "samples.csv"
 WORST = 5
 """Samples with the largest loss that are printed."""
@@ -91,21 +93,17 @@ def _asked(found: Any, data: Any, trained: bool) -> dict[str, Any]:
 
 def _show(result: Mapping[str, Any], file: Path, samples: Mapping[str, Sequence[float]]) -> None:
     """Tables and where the file is."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # nobody's window: do not break lines
-        console = Console(width=160)
+    shown = console()
     told = [result, *([result["compared_with"]] if "compared_with" in result else [])]
-    console.print(_measured_on(told[0]), highlight=False)
-    console.print(_metrics(told))
-    console.print("mean error of each action dimension, in the robot's units", highlight=False)
-    console.print(_dimensions(told))
+    shown.print(_measured_on(told[0]), highlight=False)
+    shown.print(_metrics(told))
+    shown.print("mean error of each action dimension, in the robot's units", highlight=False)
+    shown.print(_dimensions(told))
     for line in _differences(told[-1].get("comparison", {})):
-        console.print(line, highlight=False)
+        shown.print(line, highlight=False)
     if line := _worst(samples):
-        console.print(line, highlight=False)
-    console.print(f"{file}, {SAMPLES}: every sample", highlight=False, soft_wrap=True)
+        shown.print(line, highlight=False)
+    shown.print(f"{file}, {SAMPLES}: every sample", highlight=False, soft_wrap=True)
 
 
 def _worst(samples: Mapping[str, Sequence[float]]) -> str:
