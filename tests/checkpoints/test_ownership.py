@@ -155,17 +155,17 @@ def test_a_folder_with_the_name_of_an_interrupted_export_is_looked_into(name: st
 
 
 def test_an_evaluation_replaces_only_an_evaluation(tmp_path: Path) -> None:
-    from pirl.cli.eval import _check_target, _films
+    from pirl.cli.eval import _films, check_target
 
     file, film = tmp_path / "eval.json", tmp_path / "success-0001.mp4"
     film.write_text("mine")
     with pytest.raises(EnvError, match=r"success-0001\.mp4 exists"):
-        _check_target(file, {"": {}}, overwrite=True)
+        check_target(file, {"": {}}, overwrite=True)
     film.rename(tmp_path / "success-at-last.mp4")
-    _check_target(file, {"": {}}, overwrite=True)
+    check_target(file, {"": {}}, overwrite=True)
     assert _films(tmp_path) == []
     file.write_text('{"grades": [1, 2]}')
     with pytest.raises(EnvError, match="holds no results of pirl"):
-        _check_target(file, {"": {}}, overwrite=True)
+        check_target(file, {"": {}}, overwrite=True)
     file.write_text('{"evaluation": {"seed": 1}}')
-    _check_target(file, {"": {"seed": 2}}, overwrite=True)
+    check_target(file, {"": {"seed": 2}}, overwrite=True)

@@ -85,7 +85,7 @@ def test_maps_stay_open_within_the_limit(meta: DatasetMeta, monkeypatch: pytest.
         return real(path, *options, **named)
 
     monkeypatch.setattr(np, "memmap", counted)
-    monkeypatch.setattr(cache, "_map_limit", lambda: 2)
+    monkeypatch.setattr(cache, "map_limit", lambda: 2)
     frames, camera = make(meta, "disk"), CAMERAS[0]
     assert frames.frames(0, camera) is frames.frames(0, camera)
     for position in (1, 0, 2, 0, 1):  # 2 pushes out 1, which was asked for before 0
@@ -121,7 +121,7 @@ def test_the_limit_on_open_files_is_raised_and_half_is_left_to_others(
     monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    assert cache._map_limit() == expected
+    assert cache.map_limit() == expected
     assert raised == ([] if asked is None else [asked])
 
 
@@ -236,7 +236,7 @@ def test_the_key_depends_on_all_that_decides_the_pixels(
     info = root / "meta/info.json"
     info.write_text(info.read_text() + "\n")
     keys.append(key())
-    monkeypatch.setattr(cache, "_CODE_VERSION", 999)
+    monkeypatch.setattr(cache, "CODE_VERSION", 999)
     keys.append(key())
     assert len(set(keys)) == len(keys)
     unchanged = key()
@@ -274,7 +274,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_one_warning_and_a_pool(
 
 
 def test_a_disk_known_to_be_too_small_is_not_written_to(meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(cache, "free_bytes", lambda folder: 1000)
     frames = make(meta, "disk")
     with pytest.warns(PirlWarning, match=r"1\.0 kB free"):
         assert_right(frames)

@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     add("--execute", type=positive, metavar="N", help="steps of a chunk to execute before replanning")
     add("--num-envs", type=positive, metavar="N", help="parallel environments")
     add("--backend", choices=("local", "process", "ray"), help="where environments run")
-    add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
+    add("--seed", type=int, metavar="S", help="seed of the policy's noise (default 0; with --data the run's own)")
     add("--video", type=positive, nargs="?", const=3, metavar="N", help="save videos of N successes and failures (3)")
     add("--compare", metavar="OTHER", help="also evaluate this checkpoint on the same states and test the difference")
     text = "measure on held-out episodes instead, without an environment (default: of the run's own datasets)"
@@ -69,12 +69,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print, write."""
-    if args.seed < 0:
+    if args.seed is not None and args.seed < 0:
         args.usage_error("--seed is 0 or more")
     if args.data is not None:
         from pirl.cli import eval_data
 
         return eval_data.run(args)
+    args.seed = args.seed or 0
 
     from pirl.recipes import load
     from pirl.rollout.films import Highlights
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = load(args.recipe) if args.recipe else None
     found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
-    found = replace(found, config=_changed(found.config, args))
+    found = replace(found, config=changed_by_flags(found.config, args))
     other = find_checkpoint(args.compare, best=args.best, config=recipe) if args.compare else None
     asked = {"": _asked(args, found)}
     if other is not None:
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         other = replace(other, config=config)
         asked["compared_with"] = _asked(args, other)
     out = args.out or _own_folder(_default_folder(args, found, other), asked, overwrite=args.overwrite)
-    _check_target(out / FILE, asked, overwrite=args.overwrite)
+    check_target(out / FILE, asked, overwrite=args.overwrite)
     with build_pool(found.config) as pool:
         films = {name: Highlights(args.video or 0) for name in asked}
         evaluated = {"": _evaluate(args, found, pool, films[""])}
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             "result": evaluated["compared_with"].to_json(),
             "comparison": _comparison(*evaluated.values()),
         }
-    text = _write(out / FILE, result)
+    text = write_result(out / FILE, result)
     if args.video:  # only now: what can go wrong here must not cost the results
         for name, seen in films.items():
             _film(seen.rollouts, found.config.env, pool.info.fps, out / name)
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _changed(config: Any, args: argparse.Namespace) -> Any:
+def changed_by_flags(config: Any, args: argparse.Namespace) -> Any:
     """The checkpoint's configuration with the flags of this command line.
 
     `rollout.best_of` is for collecting; what is evaluated is what training evaluates, by default a plain sample.
@@ -178,7 +179,7 @@ def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
     }
 
 
-def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> None:
+def check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> None:
     """Before an hour of simulation: is the place free, or that of this very evaluation? Files of others stay."""
     import json
 
@@ -267,7 +268,7 @@ def _comparison(first: Any, second: Any) -> dict[str, Any]:
     }
 
 
-def _write(file: Path, result: Mapping[str, Any]) -> str:
+def write_result(file: Path, result: Mapping[str, Any]) -> str:
     from pirl.checkpoints.run_directory import io_errors
     from pirl.files import json_text, write_text
 

@@ -15,7 +15,7 @@ WORST = 5
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
-    from pirl.cli.eval import FOLDER, _changed, _check_target, _write
+    from pirl.cli.eval import FOLDER, changed_by_flags, check_target, write_result
     from pirl.recipes import load
     from pirl.training.acting import find_checkpoint
     from pirl.training.judging import check_comparable, comparison, judge, judged_data
@@ -24,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--data simulates nothing, so there is nothing to film: leave out --video")
     recipe = load(args.recipe) if args.recipe else None
     found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
-    found = replace(found, config=_changed(found.config, args))
+    found = replace(found, config=changed_by_flags(found.config, args))
+    if args.seed is not None:
+        found = replace(found, config=replace(found.config, seed=args.seed))
     checkpoints = {"": found}
     if args.compare:
         other = find_checkpoint(args.compare, best=args.best, config=recipe)
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         name += f"-vs-{checkpoints['compared_with'].config.name}-{checkpoints['compared_with'].folder.name}"
     file = (args.out or (found.run or Path()) / FOLDER / name) / FILE
-    _check_target(file, asked, overwrite=args.overwrite)
+    check_target(file, asked, overwrite=args.overwrite)
     if args.compare:
         check_comparable(*checkpoints.values())
     measured = {name: judge(one, data, trained=trained) for name, one in checkpoints.items()}
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             "result": measured["compared_with"].to_json(),
             "comparison": comparison(*measured.values()),
         }
-    text = _write(file, result)
+    text = write_result(file, result)
     samples = measured[""].samples()
     _write_samples(file.with_name(SAMPLES), samples)
     if args.json:

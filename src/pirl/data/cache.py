@@ -40,7 +40,7 @@ from pirl.files import LEFTOVERS, replacing
 from pirl.progress import Progress
 from pirl.text import size
 
-_CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
+CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
 _SMALL = 2**30  # decoding this much takes seconds; not worth a file
 _DAY = 24 * 3600
 _CHECKSUM = 8  # bytes behind the frames; CRC-32, which reads memory as fast as it is copied
@@ -66,7 +66,7 @@ def cache_key(
 ) -> str:
     """A hash of all that decides the pixels of one camera: metadata, files, size, resize method, this code."""
     digest = hashlib.sha256(journal.opened(meta.root, meta.root / INFO_FILE, Path.read_bytes))
-    digest.update(repr((_CODE_VERSION, camera, size, method, letterbox)).encode())
+    digest.update(repr((CODE_VERSION, camera, size, method, letterbox)).encode())
     files: dict[Path, None] = {}
     for episode in meta.episodes:
         span = episode.cameras[camera]
@@ -117,7 +117,7 @@ class RecentArrays:
                 self._cost -= self._kept.popitem(last=False)[1][1]
 
 
-def _map_limit() -> int:
+def map_limit() -> int:
     """How many maps may stay open. Each holds a file descriptor: their soft limit is raised as far as is useful and
     allowed, and half of them are left to the rest of the program.
     """
@@ -195,7 +195,7 @@ class FrameCache:
                 return
             missing = [key for key in self._keys() if not self._is_complete(key)]
             to_write = sum(map(self._bytes, missing))
-            disk, memory = _free_bytes(next(iter(self.folders.values()))), psutil.virtual_memory().available
+            disk, memory = free_bytes(next(iter(self.folders.values()))), psutil.virtual_memory().available
             if self.tier == "auto":
                 self.tier, why = choose_tier(total=self.nbytes, missing=to_write, memory=memory, disk=disk)
                 _say(f"frames of {self.meta.root.name}: {size(self.nbytes)}, tier {self.tier!r} because {why}")
@@ -206,7 +206,7 @@ class FrameCache:
             elif self.tier == "disk":
                 self._build_disk(missing, disk)
             if self.tier != "ram":
-                _MAPS.limit = _map_limit()
+                _MAPS.limit = map_limit()
             self._built = True
 
     def _build_memory(self, missing: Sequence[tuple[int, str]], memory: int) -> None:
@@ -368,7 +368,7 @@ def _remove_leftovers(folder: Path) -> None:
                 leftover.unlink()
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
