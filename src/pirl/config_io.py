@@ -27,7 +27,7 @@ from pirl.trust import load_object, main_module
 TAG = "type"
 """The key that selects one of several dataclasses for a mapping."""
 ABSENT = "(not set)"
-"""What `diff` gives for a setting that one of the two does not have."""
+"""The value in `diff` of a setting that one of the two lacks."""
 
 T = TypeVar("T")
 

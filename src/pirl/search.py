@@ -17,7 +17,7 @@ class Choice:
 
     @property
     def extremes(self) -> tuple[Scalar, ...]:
-        """What has to be possible."""
+        """The values that must be valid: all."""
         return self.values
 
     def __contains__(self, value: object) -> bool:
@@ -44,7 +44,7 @@ class Range:
 
     @property
     def extremes(self) -> tuple[Scalar, ...]:
-        """What has to be possible."""
+        """The values that must be valid: both ends."""
         return (self.low, self.high)
 
     def __contains__(self, value: object) -> bool:
@@ -63,7 +63,7 @@ class Range:
 
 
 Item = Choice | Range
-"""What to try for one setting."""
+"""The values to try for one setting."""
 
 
 def around(schedule: Schedule, times: float = 4.0) -> Range:

@@ -41,7 +41,7 @@ class RewardRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards(Checked):
-    """What an environment pays, for algorithms whose values it bounds."""
+    """The rewards of an environment, which bound an algorithm's values."""
 
     reward_low: float = 0.0
     """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""

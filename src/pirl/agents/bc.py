@@ -20,12 +20,12 @@ from pirl.models.policy import FlowPolicy
 
 
 class Counts(NamedTuple):
-    """What of a batch is imitated."""
+    """The imitated part of a batch."""
 
     steps: Float[Array, "B H"] | None
     """1 for the steps of each chunk that count; None: all, as OpenPI's loss has it."""
     weight: Float[Array, "B"] | None = None
-    """What each chunk counts for, 1 on average; None: all alike."""
+    """Weight of each chunk, 1 on average; None: equal weights."""
     scalars: Mapping[str, Array] = MappingProxyType({})
     """Numbers of the state that follow the batches."""
     logged: Mapping[str, Array] = MappingProxyType({})

@@ -248,7 +248,7 @@ class ChunkCritic(Agent):
         best_of: int | None = None,
         steer: flow.Steer | None = None,
     ) -> Choice:
-        """What `act` does, with the critic's values where there are several candidates."""
+        """`act`, with the critic's values if there are several candidates."""
         context, count = self.policy.encode(state.policy, observation), self.candidates_to_act(best_of)
         chunks = self.plan(state, context, keys, count, steer)
         if count == 1:

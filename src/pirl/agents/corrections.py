@@ -26,7 +26,7 @@ def imitated_steps(acted_by: Int[Array, "B H"]) -> Float[Array, "B H"]:
 
 
 def chunk_weights(acted_by: Int[Array, "B H"], *, correction: float, autonomous: float) -> Float[Array, "B"]:
-    """What each chunk counts for: demonstrations 1, corrections and the policy's own chunks as given, blamed ones 0."""
+    """Weight of each chunk: demonstrations 1, corrections and the policy's own chunks as given, blamed ones 0."""
     weights = jnp.where(begun_by(acted_by, CORRECTED), correction, 1.0)
     weights = jnp.where(begun_by(acted_by, AUTONOMOUS), autonomous, weights)
     return jnp.where(begun_by(acted_by, BLAMED), 0.0, weights)

@@ -91,7 +91,7 @@ class Path(NamedTuple):
     """The random part of a path."""
 
     points: Float[Array, "B M H A"]
-    """Where its steps lead from and to: one more than steps."""
+    """Start of each step and end of the last: one more than steps."""
     first: Int[Array, "B"]
     """The number of the first of them."""
 

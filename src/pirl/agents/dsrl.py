@@ -36,9 +36,9 @@ class Draws(NamedTuple):
 
     prior: Float[Array, "B N H A"]
     own: Float[Array, "B N H A"]
-    """What the actor's samples are made of."""
+    """Normal noise of the actor's samples."""
     coin: Float[Array, "B N"]
-    """Which of the two is taken."""
+    """Uniform numbers that choose between the two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class DSRL(FrozenPolicy):
     def noise_scores(
         self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N *bins"]:
-        """What each member of Q^W predicts."""
+        """Outputs of each member of Q^W."""
         return self.noise_critic.score(params, self.noise_critic.embed(params, inputs), noise)
 
     def noise_value(self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]) -> Float[Array, "B N"]:

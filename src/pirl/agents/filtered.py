@@ -35,7 +35,7 @@ class Filtered(BC):
         return replace(state, scalars={"quantile": jnp.float32(0.0)})
 
     def weights(self, returns: Float[Array, "B"], quantile: Float[Array, ""]) -> Float[Array, "B"]:
-        """What each chunk counts for."""
+        """Weight of each chunk."""
         return (jnp.nan_to_num(returns, nan=-jnp.inf) >= quantile) / self.config.share
 
     def counts(self, state: TrainState, batch: Any) -> Counts:

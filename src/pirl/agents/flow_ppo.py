@@ -100,7 +100,7 @@ class FlowPPO(OwnRollouts):
         return shapes | ({} if self.value is None else {"value": ()})
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """What `explore` noted, and with `ppo` the return."""
+        """The notes of `explore`, and with `ppo` the return."""
         notes = {name: Spec((sizes.batch, *shape), "float32") for name, shape in self.notes.items()}
         return {"notes": notes} | ({} if self.value is None else {"return": Spec((sizes.batch,), "float32")})
 
@@ -275,7 +275,7 @@ class FlowPPO(OwnRollouts):
         return self.means(logged, rows.share) | {"ppo/rows": (rows.share > 0).astype(jnp.float32).sum()}
 
     def _of_policy(self, params: Mapping[str, Params]) -> dict[str, Params]:
-        """What the density of a path depends on: the policy's trainable weights, and the noise head's."""
+        """The weights that determine a path's density: the policy's trainable ones and the noise head's."""
         head = {name: params[name] for name in ("noise",) if name in params}
         return {"policy": self.policy_learner.split(params["policy"])[0]} | head
 

@@ -26,18 +26,18 @@ from pirl.models.params import Params, flatten
 
 
 class Proposal(NamedTuple):
-    """What was proposed at s; the batch is in front."""
+    """Proposed chunks at s; batch axis first."""
 
     inputs: CriticInputs
     token: Float[Array, "B T"]
     chunks: Float[Array, "B N H A"]
     """The frozen policy's."""
     noise: Float[Array, "B N H A"]
-    """What they started from."""
+    """Their initial noise."""
 
 
 class Learned(NamedTuple):
-    """What groups of weights became."""
+    """Updated groups of weights."""
 
     params: dict[str, Params]
     opt: dict[str, Any]
@@ -54,7 +54,7 @@ class FrozenPolicy(ChunkCritic):
     actor_learner: Learner
     """How its weights learn."""
     exploring: bool = False
-    """Is there noise in what the actor does?"""
+    """Whether the actor explores."""
 
     @classmethod
     def shared(cls, config: Any, parts: Parts) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class FrozenPolicy(ChunkCritic):
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def done(self, state: TrainState, proposal: Proposal) -> Float[Array, "B N H A"]:
-        """What it would do of a proposal; Cal-QL pushes their values down."""
+        """The chunks it would execute for a proposal; Cal-QL pushes their values down."""
         return proposal.chunks
 
     def learn(self, state: TrainState, critic: Params, proposal: Proposal, key: Array) -> Learned:
@@ -113,7 +113,7 @@ class FrozenPolicy(ChunkCritic):
         )
 
     def token(self, state: TrainState, inputs: CriticInputs) -> Float[Array, "B T"]:
-        """What the critic that acts has read."""
+        """The acting critic's reading of the prefix."""
         return read_token(self.critic, state.ema.get("critic", state.params["critic"]), inputs)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
@@ -177,7 +177,7 @@ class FrozenPolicy(ChunkCritic):
     def explore(
         self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
     ) -> Choice:
-        """What `act` does, with noise in what the actor does."""
+        """`act`, with exploration noise in the actor."""
         return Choice(replace(self, exploring=True).act(state, observation, keys, best_of=best_of))
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:

@@ -50,7 +50,7 @@ class OwnRollouts(Agent):
     """The type the model casts its weights to before it multiplies: those that rolled out are kept in it."""
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """What rows have beside what all have."""
+        """Additional columns of the rows."""
         raise NotImplementedError(f"{type(self).__name__}.columns")
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
@@ -116,5 +116,5 @@ class OwnRollouts(Agent):
         return counted / jnp.maximum(counted.mean(), jnp.finfo(jnp.float32).tiny)
 
     def means(self, logged: Metrics, share: Float[Array, "B"]) -> Metrics:
-        """Of each number over the rows that count; of demonstrations over all."""
+        """Weighted means over the rows that count; for demonstrations over all rows."""
         return {name: x.mean() if name == "bc/loss" else (share * x).mean() for name, x in logged.items()}

@@ -34,7 +34,7 @@ class ActorPart(NamedTuple):
     draws: flow.Draws
     candidate_noise: Float[Array, "B N H A"]
     acted_by: Int[Array, "B H"] | None = None
-    """Who chose each step, if the actor uses it."""
+    """Who chose each step (`acted_by`), if the actor uses it."""
 
 
 class Compared(NamedTuple):
@@ -52,7 +52,7 @@ class Compared(NamedTuple):
 
 
 class ActorAux(NamedTuple):
-    """What the actor's pass leaves for the critic and for the log; the batch is in front."""
+    """Outputs of the actor's pass for the critic and the log; batch axis first."""
 
     inputs: CriticInputs
     candidates: Float[Array, "B N H A"]
@@ -118,7 +118,7 @@ class QChunking(ChunkCritic):
         return state.scalars
 
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
-        """What to log of the actor."""
+        """Metrics of the actor."""
         return {}
 
     @property

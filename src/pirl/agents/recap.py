@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Aux(NamedTuple):
-    """What the policy's pass leaves for the value and the log; the batch is in front."""
+    """Outputs of the policy's pass for the value and the log; batch axis first."""
 
     inputs: CriticInputs
     advantage: Float[Array, "B"]

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     actions: Float[Array, "B H A"]
     executed: Float[Array, "B H"]
     advantage: Float[Array, "B"]
-    """What the loss makes of it: `flow_objectives.row_weights`."""
+    """Weight of each row in the loss: `flow_objectives.row_weights`."""
     share: Float[Array, "B"]
     """Mean 1 over the batch, 0 for rows that only fill it up."""
     draws: flow.Draws
@@ -182,7 +182,7 @@ class RIPT(OwnRollouts):
         return new, self._metrics(logged, rows) | {"ript/grad_norm": optax.tree.norm(grads)}
 
     def _rows(self, batch: Any, key: Array) -> Rows:
-        """What the losses take, and every random number of the step."""
+        """Inputs of the losses, with all random numbers of the step."""
         c, counted = self.config, jnp.asarray(batch["weight"])
         # A row that does not count may hold anything as its advantage.
         advantage = jnp.where(counted > 0, batch["advantage"], 0.0)

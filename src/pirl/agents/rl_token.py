@@ -30,7 +30,7 @@ class Draws(NamedTuple):
     """Random numbers for N chunks per observation."""
 
     flow: Float[Array, "B N H A"]
-    """Where the policy's chunks start from."""
+    """Initial noise of the policy's chunks."""
     edit: Float[Array, "B N H A"]
     """Noise on the edits."""
 

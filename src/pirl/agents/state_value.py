@@ -71,6 +71,6 @@ class StateValue:
 
 
 def outputs(critic: Critic, params: Params, inputs: CriticInputs) -> Float[Array, "E B *bins"]:
-    """What the critic says of the chunk of zeros."""
+    """The critic's outputs for the chunk of zeros."""
     nothing = jnp.zeros((len(inputs.state), 1, critic.critic_horizon, critic.real_action_dim))
     return critic.score(params, critic.embed(params, inputs), nothing)[:, :, 0]

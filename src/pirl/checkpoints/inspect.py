@@ -1,4 +1,4 @@
-"""What a checkpoint contains, from metadata alone; reads no array."""
+"""The contents of a checkpoint, from metadata alone; reads no array."""
 
 import io
 import math
@@ -74,7 +74,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     path: Path
     """The folder or file described: of several steps, the latest."""
@@ -95,7 +95,7 @@ class Description:
     norm_stats: Mapping[str, Mapping[str, int]]
     """Asset id -> key -> dimension."""
     train_state: tuple[str, ...]
-    """What is stored for resuming; empty where the checkpoint is for inference only."""
+    """The items for resuming; empty if the checkpoint is for inference only."""
     ema: bool | None
     """Are the weights a moving average (the raw ones are then in the train state)? None where it is not recorded."""
     written_by: str
@@ -115,7 +115,7 @@ class Description:
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """What lies at a local path, in any of the formats weights are loaded from."""
+    """Describe the weights at a local path, in any format that can be loaded."""
     path = Path(path).expanduser()
     kind = kind_of(path)
     folder, written_by, written_at, ema = path, "unknown", None, None
@@ -218,7 +218,7 @@ def _safetensors_leaves(file: Path) -> tuple[dict[str, StoredLeaf], dict[str, st
 
 
 def _train_state(folder: Path) -> tuple[tuple[str, ...], bool | None]:
-    """What can be resumed, and whether the raw weights lie there because the checkpoint's own are an average."""
+    """The resumable items, and whether they include raw weights because the served ones are an EMA."""
     if not (folder / "_METADATA").is_file():
         return (), None
     check_files(folder)

@@ -36,7 +36,7 @@ __all__ = ["check_finite", "fit", "load", "load_openpi", "load_paligemma_npz", "
 logger = logging.getLogger(__name__)
 
 NOT_IN_PALIGEMMA = rf"{LORA}|PaliGemma/llm/.*_1/.*|(state_proj|action_|time_mlp_).*"
-"""What PaliGemma's own weights lack: the action expert, the state and action heads, adapters."""
+"""Weights that PaliGemma lacks: the action expert, the state and action heads, adapters."""
 
 
 def load(

@@ -65,13 +65,13 @@ class Check:
     """The result of one check."""
 
     name: str
-    """What was looked at."""
+    """Subject of the check."""
     ok: bool | None
     """True: fine. False: broken. None: optional and absent, or could be better."""
     detail: str
-    """What was found."""
+    """The finding."""
     fix: str = ""
-    """What to do about it."""
+    """The remedy."""
 
 
 def check_python() -> Check:
@@ -219,7 +219,7 @@ def start_probe() -> subprocess.Popen[str]:
 
 
 def check_jax(probe: subprocess.Popen[str], timeout: float, devices: list[dict] | None = None) -> Check:
-    """What jax answered: its version, backend, devices and the memory it may use on each; adds them to `devices`."""
+    """jax's version, backend, devices and usable memory, as the probe reports; adds them to `devices`."""
     try:
         out, err = probe.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -159,7 +159,7 @@ def _own_folder(folder: Path, asked: Mapping[str, Any], *, overwrite: bool) -> P
 
 
 def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
-    """What decides the result: two evaluations with the same of it are the same."""
+    """Everything that determines the result: equal entries mean equal evaluations."""
     from pirl.config_io import tag, to_dict
 
     config = found.config

@@ -75,7 +75,7 @@ def _write_samples(file: Path, samples: Mapping[str, Sequence[float]]) -> None:
 
 
 def _asked(found: Any, data: Any, trained: bool) -> dict[str, Any]:
-    """What decides the result."""
+    """Everything that determines the result."""
     from pirl.config_io import to_dict
 
     config = found.config
@@ -109,7 +109,7 @@ def _show(result: Mapping[str, Any], file: Path, samples: Mapping[str, Sequence[
 
 
 def _worst(samples: Mapping[str, Sequence[float]]) -> str:
-    """Where to look first."""
+    """The samples to look at first."""
     if "flow_loss" not in samples:
         return ""
     rows = sorted(zip(samples["flow_loss"], samples["episode"], samples["step"], strict=True), reverse=True)[:WORST]

@@ -149,7 +149,7 @@ def _policy(args: argparse.Namespace, config: Any, parts: ExitStack) -> tuple[An
 
 
 def _next_commands(args: argparse.Namespace, config: Any) -> Iterator[str]:
-    """What the dataset is for."""
+    """Purpose of the dataset."""
     from pirl.data.assets import asset_id
 
     name = str(args.root or args.repo_id)

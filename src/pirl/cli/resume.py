@@ -50,7 +50,7 @@ def with_changes(saved: RLTrainConfig, flags: Sequence[str], *, prog: str, about
 
 
 def describe(saved: RLTrainConfig, config: RLTrainConfig, step: int | None) -> str:
-    """What a resumed run does, in a few lines."""
+    """Summary of a resumed run."""
     changes: list[Change] = diff(saved, config)
     where = f"from step {step}" if step is not None else "without a checkpoint yet"
     head = f"resuming {config.run_dir} {where}, with its own settings"

@@ -238,7 +238,7 @@ def _recorder(args: argparse.Namespace, server: Any) -> Any:
 
 
 def _fit_novelty(args: argparse.Namespace, recipe: Any) -> int:
-    """What the checkpoint sees of its data, stored beside its weights."""
+    """Fit the novelty check to the checkpoint's features of its data, and store it beside the weights."""
     from pirl.serve.novelty import FILE, fit_dataset
     from pirl.training.acting import find_checkpoint, load_acting
 

@@ -49,7 +49,7 @@ _MOST_MAPS = 32_768  # half of what Linux lets a process map by default
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Where decoded frames are kept."""
+    """Storage of decoded frames."""
 
     tier: Tier = "auto"
     """ram, disk, pool, or auto."""

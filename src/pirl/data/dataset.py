@@ -189,7 +189,7 @@ class SubsetSource(_Derived):
     def __init__(self, source: EpisodeSource, kept: Sequence[int] | Int[np.ndarray, "E"]) -> None:
         self.source = self.first = source
         self.kept = [int(index) for index in kept]
-        """Where its episodes are in the source."""
+        """Indices of its episodes in the source."""
 
     @property
     def weights(self) -> Float[np.ndarray, "E"] | None:

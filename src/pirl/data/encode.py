@@ -142,7 +142,7 @@ def _ticks_per_frame(video: Any, fps: int) -> int:
 
 
 def video_info(path: Path) -> dict[str, Any]:
-    """What LeRobot's info.json says about a camera, read from a finished file."""
+    """A camera's entry in LeRobot's info.json, read from a finished file."""
     with av.open(str(path)) as container:
         video = container.streams.video[0]
         rate = video.average_rate or video.base_rate or 0

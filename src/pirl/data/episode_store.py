@@ -43,7 +43,7 @@ def write(directory: Path, number: int, arrays: Mapping[str, Array]) -> str:
 
 
 def read(path: Path, make: Callable[[dict[str, Array]], T]) -> T:
-    """What `make` makes of a file's arrays. A missing or damaged file is an error that names it."""
+    """The result of `make` on a file's arrays. A missing or damaged file is an error that names it."""
     try:
         arrays = read_arrays(path)
         if _digest(arrays) != path.stem.split("-")[-1]:

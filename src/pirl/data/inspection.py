@@ -47,13 +47,13 @@ class Inspection:
     tasks: Mapping[str, int]
     """Instruction, and the number of episodes that have it."""
     outcomes: str
-    """What the outcome rule found, or what is missing to have one."""
+    """Result of the outcome rule, or why none applies."""
     labels: str
     """Who labelled what with `pirl label`, and where they disagree; empty without labels."""
     interventions: str
     """How often operators acted in place of the policy, and the effect on training; empty without the column."""
     success: tuple[bool | None, ...]
-    """Of each episode; None if unlabelled."""
+    """Success of each episode; None if unlabelled."""
     stored_bytes: int
     """Size of its data and video files."""
     decoded_bytes: int
@@ -61,7 +61,7 @@ class Inspection:
 
     @property
     def steps(self) -> float:
-        """Of a median success; of a median episode where nothing is known to have succeeded."""
+        """Length of a median success; of a median episode if no success is known."""
         return median_length(self.lengths, self.success)
 
     def __str__(self) -> str:

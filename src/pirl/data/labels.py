@@ -34,7 +34,7 @@ class Label:
     episode_index: int
     """The dataset's own number of the episode."""
     by: str
-    """Who said it."""
+    """Name of the annotator."""
     outcome: Choice | None
     """None withdraws what this person said before."""
     moment: int | None = None
@@ -44,7 +44,7 @@ class Label:
     at: str = ""
     """When, in UTC."""
     score: float | None = None
-    """Of a classifier's label: its probability of success. None: a person said it."""
+    """A classifier's probability of success. None: a person's label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class Verdict:
 
     @property
     def by_people(self) -> tuple[Label, ...]:
-        """Those that people gave."""
+        """Labels by people."""
         return tuple(label for label in self.labels if label.score is None)
 
     @property
     def counted(self) -> tuple[Label, ...]:
-        """Those that decide."""
+        """Labels that decide."""
         return self.by_people or self.labels
 
     @property

@@ -293,7 +293,7 @@ def episode_weights(source: EpisodeSource) -> Float[Array, "E"] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetStatistics:
-    """What a source holds, counted over all its episodes."""
+    """Statistics of a source over all its episodes."""
 
     episodes: int
     """Number of episodes."""

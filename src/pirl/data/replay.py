@@ -198,7 +198,7 @@ class ReplayStream:
         self._built: tuple[MemorySource | None, Resident | None] = (None, None)
 
     def resident(self, step: int) -> Resident | None:
-        """What batch `step` is drawn from; None while the buffer is empty."""
+        """The rows that batch `step` is drawn from; None while the buffer is empty."""
         contents = self.replay.snapshot()
         if contents is not self._built[0]:
             self._built = (contents, self._build(contents))

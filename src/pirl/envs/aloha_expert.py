@@ -121,7 +121,7 @@ def demonstrate(
 
 
 class _Pose(NamedTuple):
-    """Where a gripper's fingertips are, and how it is turned."""
+    """Position of a gripper's fingertips, and its rotation."""
 
     place: Float[Array, "3"]
     turn: Rotation
@@ -258,7 +258,7 @@ class _Arm:
         self._jacobian = np.zeros((6, model.nv))
 
     def pose(self, joints: Float[Array, "6"]) -> _Pose:
-        """Where the fingertips are with these joints."""
+        """Pose of the fingertips with these joints."""
         self._data.qpos[self._joints] = joints
         self._mujoco.mj_kinematics(self._model, self._data)
         self._mujoco.mj_comPos(self._model, self._data)

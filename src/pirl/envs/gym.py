@@ -85,7 +85,7 @@ class GymEnv(RobotEnv):
         return {**copies, PROMPT: found.get(PROMPT) or self.tasks[0]}
 
     def render(self) -> Any:
-        """What the environment draws."""
+        """The environment's picture."""
         picture = self.env.render()
         if not isinstance(picture, np.ndarray):
             raise EnvError(

@@ -25,7 +25,7 @@ _RADIAN = 1 / 0.5
 """or to turn by half a radian."""
 _OPEN, _CLOSED = -1.0, 1.0
 _WIDEST = 0.078
-"""What fits between the open fingers, in metres."""
+"""Opening of the gripper, in metres."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class Expert:
 
 
 class World:
-    """What the expert reads from the simulator."""
+    """The expert's view of the simulator."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._model, self._data = simulator.model, simulator.data
@@ -172,13 +172,13 @@ class World:
         return self._data.site_xmat[self._hand].reshape(3, 3).copy()
 
     def place(self, name: str) -> Float[Array, "3"]:
-        """Of an object, or of a region of one."""
+        """Position of an object, or of a region of one."""
         if name in self.bodies:
             return self._data.xpos[self.bodies[name]].copy()
         return self._data.site(name).xpos.copy()
 
     def corners(self, name: str) -> Float[Array, "n 3"]:
-        """Of the boxes around everything of an object that can be touched."""
+        """Corners of the boxes around the touchable parts of an object."""
         model, data = self._model, self._data
         mine = model.body_rootid[model.geom_bodyid] == model.body_rootid[self.bodies[name]]
         solid = (model.geom_contype != 0) | (model.geom_conaffinity != 0)

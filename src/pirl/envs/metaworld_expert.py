@@ -22,7 +22,7 @@ from pirl.ranges import Checked, Natural, NotNegative, Share
 from pirl.records import Array, Context, Rollout
 
 _PLACES = (4, 11, 22, 29, 36)
-"""Where a place begins in Meta-World's observation: of two objects, the same one step ago, and of the goal."""
+"""Offsets of positions in Meta-World's observation: two objects, the same one step ago, the goal."""
 
 
 @dataclass(frozen=True, kw_only=True)

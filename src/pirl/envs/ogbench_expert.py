@@ -141,7 +141,7 @@ class _Player:
         self._oracle: Any = None
         self._stacking = 0.0
         self.states: list[dict[str, Array]] = []
-        """What decides about the task's reward, of every step of the episode."""
+        """The state that determines the task's reward, at every step of the episode."""
 
     def choose(self, step: int) -> Float[Array, "5"]:
         env = self._env

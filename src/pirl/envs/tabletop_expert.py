@@ -76,12 +76,12 @@ _LEGS = PAUSE + 4
 
 
 class Route(NamedTuple):
-    """What the operator means to do on one table."""
+    """The operator's plan for one table."""
 
     route: Float[Array, "legs 3"]
-    """Where it goes, one place after the other, and whether it closes or opens there; it ends with the last."""
+    """Places in order, and whether the gripper closes or opens there; the episode ends with the last."""
     noise: Float[Array, "T 2"]
-    """What is added to each move."""
+    """Noise added to each move."""
 
 
 def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Route:

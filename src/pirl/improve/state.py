@@ -23,15 +23,15 @@ class Generation:
     policy: str
     """The robot's policy during it, which collected."""
     candidate: str
-    """What was trained."""
+    """The trained checkpoint."""
     collected: dict[str, Any]
     """Episodes, successes, and interventions of the collection."""
     held_out: dict[str, Any] | None
     """Success of the candidate in `pirl eval`."""
     comparison: dict[str, Any] | None
-    """What the blind comparison found; None where the held-out check made it unnecessary."""
+    """Result of the blind comparison; None if the held-out check made it unnecessary."""
     decision: Decision
-    """What came of it."""
+    """The decision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ def write(folder: Path, state: State) -> None:
 
 
 def read_part(folder: Path, name: str) -> Any:
-    """What a part of a generation left when it was done; None before."""
+    """The result of a finished part of a generation; None if it is not finished."""
     file = folder / f"{name}.json"
     return json.loads(file.read_text("utf-8")) if file.exists() else None
 
 
 def write_part(folder: Path, name: str, content: Any) -> Any:
-    """Mark a part as done; what a later call will read."""
+    """Mark a part as done; returns its result as a later call will read it."""
     write_text(folder / f"{name}.json", json_text(content))
     return read_part(folder, name)

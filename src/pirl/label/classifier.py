@@ -40,7 +40,7 @@ class Thresholds(NamedTuple):
     failure: float | None
 
     def call(self, score: float) -> bool | None:
-        """What an episode with this score is; None: a person has to look."""
+        """Label of an episode with this score; None: a person has to look."""
         if self.success is not None and score >= self.success:
             return True
         return False if self.failure is not None and score <= self.failure else None

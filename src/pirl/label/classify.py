@@ -26,12 +26,12 @@ from pirl.training.acting import open_checkpoint
 ENOUGH = 20
 """Known episodes of the same making below which nothing is labelled."""
 BY = "classifier"
-"""Whose labels they are: those of a later run replace them."""
+"""Author of these labels; a later run replaces them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Classified:
-    """What a classifier knows, and what it said."""
+    """A classifier's training labels and predictions."""
 
     scores: Float[np.ndarray, "E"]
     """Held-out scores of the episodes that it learned from."""

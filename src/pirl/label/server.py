@@ -47,7 +47,7 @@ class LabelServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What to open in a browser on this machine."""
+        """Address to open in a browser on this machine."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def read_labels(self) -> dict[int, labels.Verdict]:

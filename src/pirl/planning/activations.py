@@ -238,7 +238,7 @@ class _Walk:
             value.buffer = self._store(value.aval).buffer
 
     def _peaks(self) -> tuple[Load, ...]:
-        """What is alive at each time, reduced to the moments that are the peak of some batch."""
+        """Live memory over time, reduced to the moments that are the peak for some batch size."""
         change = np.zeros((self.time + 2, len(Load._fields)))
         for buffer in self.buffers:
             change[buffer.begin] += buffer.size
@@ -249,7 +249,7 @@ class _Walk:
 
 
 def largest(loads: Iterable[Load]) -> tuple[Load, ...]:
-    """Those that no other exceeds at every batch."""
+    """The loads that are the largest for some batch size."""
     found: list[Load] = []
     for load in sorted(set(loads), reverse=True):
         if not found or load.per_sample > found[-1].per_sample:

@@ -106,7 +106,7 @@ class GPUMemoryMonitor:
     """Remembers named moments of a run: where memory went, and when the peak was reached."""
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
-        """Of all local devices, unless some are given."""
+        """Monitor these devices; by default all local ones."""
         self._devices = devices
         self._start = time.perf_counter()
         self._marks: list[Mark] = []

@@ -62,9 +62,9 @@ class Plan:
     fsdp: int
     """Devices that share one copy of the weights."""
     parameters: int
-    """Of the policy."""
+    """Parameters of the policy."""
     trainable: int
-    """Of the policy, those that train."""
+    """Trainable parameters of the policy."""
     remat: Remat
     """The setting this was computed for."""
     chosen: Remat | None = None

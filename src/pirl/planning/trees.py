@@ -31,13 +31,13 @@ class Difference:
     """One place where two trees disagree."""
 
     path: str
-    """Where."""
+    """Path of the leaf."""
     kind: Kind
     """missing: only in the first. unexpected: only in the second. Otherwise what differs."""
     left: str
-    """What the first tree has there."""
+    """The leaf in the first tree."""
     right: str
-    """What the second has."""
+    """The leaf in the second tree."""
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -79,11 +79,11 @@ class Diagnosis:
     """The result of a check."""
 
     title: str
-    """What was found, in one line."""
+    """The finding, in one line."""
     problems: tuple[str, ...] = ()
-    """What is wrong, one line each."""
+    """Errors, one line each."""
     details: tuple[str, ...] = ()
-    """What else is worth knowing, one line each."""
+    """Further facts, one line each."""
     numbers: Mapping[str, int]
     """The counts behind the title."""
 

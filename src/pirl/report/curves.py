@@ -32,11 +32,11 @@ class Line:
     """One curve."""
 
     name: str
-    """What it is, for the legend."""
+    """Its name in the legend."""
     steps: Float64[np.ndarray, "n"]
     """The steps its points belong to."""
     x: Float64[np.ndarray, "n"]
-    """Where they lie on the axis: the steps, or the share of the run."""
+    """Their positions on the axis: the steps, or the share of the run."""
     y: Float64[np.ndarray, "n"]
     """NaN makes a gap."""
     band: tuple[Float64[np.ndarray, "n"], Float64[np.ndarray, "n"]] | None = None
@@ -60,11 +60,11 @@ class Chart:
     y_axis: Axis | None = None
     """None: chosen from the curves."""
     hint: str = ""
-    """What it means, or what to look for."""
+    """Its meaning, or what to look for."""
     unit: str = ""
     x_unit: str = ""
     x_word: str = "step"
-    """What the axis counts."""
+    """Unit of the axis."""
     large: bool = False
     """Over the whole width."""
     legend: bool = True
@@ -249,7 +249,7 @@ def _summary(chart: Chart) -> str:
 
 
 def _tips(lines: Sequence[Line], chart: Chart) -> str:
-    """What the script shows at the pointer: names, and numbers only, which need no quotes."""
+    """Data of the script's tooltips: names, and numbers, which need no quotes."""
     told = []
     for line in lines:
         kept = thin_out(line.y)

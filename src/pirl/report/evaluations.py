@@ -10,7 +10,7 @@ from typing import Any
 
 FILE, STRIP, FOLDER = "eval.json", "filmstrip.png", "evaluations"
 COMPARED = "compared_with"
-"""Of the other policy, in an evaluation's file and, for its films, beside it."""
+"""Key of the other policy in an evaluation's file, and folder of its films."""
 _FILM = re.compile(r"(success|failure)-(\d+)\.mp4")
 
 
@@ -47,7 +47,7 @@ class Evaluation:
     """One policy, judged once."""
 
     asked: Mapping[str, Any]
-    """What decides the result: checkpoint, environment, states, seed, ..."""
+    """Everything that determines the result: checkpoint, environment, states, seed, ..."""
     success: RateShown
     tasks: Mapping[str, RateShown]
     films: tuple[FilmFile, ...] = ()

@@ -25,7 +25,7 @@ class Names:
         return f"{name}, {evaluation.policy}" if name else evaluation.policy
 
     def policies(self, evaluations: Sequence[Evaluation]) -> list[str]:
-        """Of several; equal names get a number."""
+        """Names of several runs; equal names get a number."""
         return _distinct([self.policy(evaluation) for evaluation in evaluations])
 
 

@@ -17,7 +17,7 @@ class Panel:
 
     @property
     def heading(self) -> str:
-        """What stands above it."""
+        """Its title."""
         return self.title or self.metrics[0]
 
 

@@ -30,7 +30,7 @@ class Steps:
         )
 
     def place(self, run: Run, steps: Float64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
-        """Where steps lie."""
+        """Position of steps on the axis."""
         return 100 * steps / max(run.last_step, 1) if self.shares else steps
 
 

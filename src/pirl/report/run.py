@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What a run left behind, as far as it can be read."""
+    """The files of a run, as far as they can be read."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Run:
     metadata: Mapping[str, Any]
     """Revision, versions, start; of the latest checkpoint, or else of the run."""
     state: Mapping[str, Any]
-    """What the latest checkpoint knows of the stream it learns from."""
+    """Position of the data stream in the latest checkpoint."""
     series: Mapping[str, Series]
     times: Float64[np.ndarray, "n"]
     """When records were written, in seconds since 1970."""
@@ -49,7 +49,7 @@ class Run:
     held_out: Mapping[str, Any]
     """The latest measurement on held-out episodes; empty where there is none."""
     notes: tuple[str, ...]
-    """What could not be read, or looks odd."""
+    """Unreadable or odd files."""
 
     @property
     def recipe(self) -> str:

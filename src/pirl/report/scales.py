@@ -23,7 +23,7 @@ class Axis:
     """Values to label, all within the range."""
 
     def place(self, values: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
-        """Where values lie, 0 at the low end and 1 at the high one; NaN stays NaN."""
+        """Positions of values, 0 at the low end and 1 at the high end; NaN stays NaN."""
         if self.log:
             # Nothing at or below 0 is ever put on such an axis; a gap is better than a warning.
             values = np.log10(np.where(values > 0, values, np.nan))

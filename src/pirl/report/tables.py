@@ -112,7 +112,7 @@ def _at(found: tuple[int, RateShown] | None, colour: int) -> Markup:
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """Whose page it is, in a line: the algorithm or how many runs, the latest record, the code."""
+    """Subtitle of the page: the algorithm or number of runs, the latest record, the code's version."""
     latest = max((float(run.times.max()) for run in runs if len(run.times)), default=None)
     revisions = list(dict.fromkeys(str(run.metadata["revision"])[:12] for run in runs if run.metadata.get("revision")))
     told = [
@@ -124,7 +124,7 @@ def subtitle(runs: Sequence[Run]) -> str:
 
 
 def facts(run: Run) -> Markup:
-    """What was run, when, with which code."""
+    """Command, time and code version of a run."""
     told: list[tuple[str, str]] = [("recipe", run.recipe), ("run", run.exp_name), ("algorithm", run.algorithm)]
     told.append(("steps", steps(run)))
     if len(run.times):

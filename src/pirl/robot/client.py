@@ -26,7 +26,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 
 
 class ServerError(PirlError, RuntimeError):
-    """What the policy server said was wrong, or that there is none. OpenPI's client raises RuntimeError here."""
+    """An error of the policy server, or no server. OpenPI's client raises RuntimeError here."""
 
 
 class PolicyClient:

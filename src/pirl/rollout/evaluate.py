@@ -16,7 +16,7 @@ from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 
 EVAL_METRICS = ("eval/success_rate", "eval/success_low", "eval/success_high", "eval/return", "eval/length")
-"""What an evaluation logs."""
+"""Metrics of an evaluation."""
 Z95 = 1.959963984540054
 
 
@@ -74,7 +74,7 @@ class Evaluation:
 
     @property
     def by_task(self) -> dict[str, Rate]:
-        """Of each task, in the order they first appear."""
+        """Success of each task, in the order they first appear."""
         tasks = dict.fromkeys(trial.context.task for trial in self.trials)
         return {task: _rate([trial for trial in self.trials if trial.context.task == task]) for task in tasks}
 

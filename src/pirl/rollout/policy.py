@@ -25,7 +25,7 @@ Act = Callable[[Any, Observation, Key[Array, "B"]], Float[Array, "B H A"] | Choi
 
 
 class Plan(NamedTuple):
-    """What a policy means to do, and what it noted of how it chose that."""
+    """A planned chunk, and the policy's notes on how it was chosen."""
 
     chunk: Float[np.ndarray, "H A"]
     """In the robot's units."""

@@ -43,7 +43,7 @@ class Advanced:
     observations: Sequence[RawObservation]
     """After each executed action; the last one has pictures, the others only if every picture is kept."""
     rewards: Float32[Array, "k"]
-    """Of each executed action."""
+    """Reward of each executed action."""
     terminated: bool
     """The last action ended the task."""
     truncated: bool
@@ -73,7 +73,7 @@ class EnvInfo:
 
     @classmethod
     def of(cls, batch: EnvBatch) -> "EnvInfo":
-        """What a batch says of itself."""
+        """The facts of a batch."""
         return cls(**{name: getattr(batch, name) for name in cls.__dataclass_fields__})
 
 
@@ -84,7 +84,7 @@ class EnvPool(Protocol):
     size: int
     """Number of slots."""
     info: EnvInfo
-    """What the environments are."""
+    """Facts about the environments."""
 
     def start(self, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
         """Begin an episode in each of the slots."""
@@ -178,7 +178,7 @@ def _act(
 
 
 def _look(batch: EnvBatch, slots: Sequence[int], shapes: Shapes, *, pictures: bool) -> dict[int, RawObservation | Lost]:
-    """What each slot shows, if it can be used."""
+    """The observation of each slot, or why it cannot be used."""
     if not slots:
         return {}
     try:
@@ -206,7 +206,7 @@ def _describe(error: Exception) -> str:
 
 
 class Pool:
-    """What the pools here share: both requests are timed, and the block that uses a pool closes it."""
+    """Base of the pools: times both requests, and closes the pool at the end of a `with` block."""
 
     size: int
     info: EnvInfo

@@ -176,7 +176,7 @@ def _feature(column: Array) -> dict[str, Any]:
 
 
 def recording_contexts(info: EnvInfo, count: int, split: Split, *, first: int = 0) -> list[Context]:
-    """Where episodes `first`, `first` + 1, ... of a recording start: tasks in turn and, while there are, new states."""
+    """Contexts of episodes `first`, `first` + 1, ... of a recording: tasks in turn, new states while there are any."""
     fixed = fixed_contexts(info, first + count, split)
     if info.num_inits is None:  # an evaluation starts all tasks alike; data may as well see more
         inits = [context.init for context in fixed_contexts(info, first + count, split, tasks=info.tasks[:1])]

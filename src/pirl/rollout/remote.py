@@ -56,9 +56,9 @@ class Failure:
     kind: str
     """Name of the exception."""
     message: str
-    """What it says."""
+    """Its message."""
     hint: str
-    """What to do about it, of pirl's own errors."""
+    """The hint of pirl's own errors."""
     traceback: str
     """Where it was raised."""
 
@@ -83,7 +83,7 @@ class Failure:
 
 
 class Host:
-    """What runs inside a worker."""
+    """Runs inside a worker."""
 
     _pool: LocalPool
 

@@ -32,7 +32,7 @@ class PlanRows:
     weight: Float32[Array, "n"]
     """How much each row counts, 1 on average."""
     notes: Mapping[str, Array] = field(default_factory=dict)
-    """What the policy noted of each plan."""
+    """The policy's notes on each plan."""
 
     def __len__(self) -> int:
         return len(self.executed)

@@ -46,7 +46,7 @@ class Row:
     number: tuple[int, int]
     """(episode, step): where the row's noise comes from."""
     before: Float[np.ndarray, "H M"] | None = None
-    """What is left of the chunk before, relative to this observation's state, normalised, padded with zeros."""
+    """The rest of the previous chunk, relative to this observation's state, normalised, zero-padded."""
     overlap: int = 0
     """Steps of `before` that are real."""
     frozen: int = 0
@@ -54,7 +54,7 @@ class Row:
 
 
 class PlannedChunk(NamedTuple):
-    """What to do from one observation on."""
+    """The plan from one observation on."""
 
     chunk: Float[np.ndarray, "H A"]
     """Actions in the robot's units."""
@@ -93,7 +93,7 @@ class Planner:
 
     @property
     def robot(self) -> Robot:
-        """Whose observations it reads."""
+        """The robot whose observations it reads."""
         return self.transform.robot
 
     def compile(self, like: "Planner | None" = None) -> "Planner":
@@ -223,7 +223,7 @@ class Planner:
         return choice, None if self._novelty is None else features(agent, state, observation)
 
     def _sort(self) -> Any:
-        """What programs depend on: equal for two checkpoints of one run."""
+        """Everything that compiled programs depend on: equal for two checkpoints of one run."""
         config, weights = self.config, jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), self._state)
         parts = (config.model, config.agent, config.critic, config.rollout, config.data.cameras, config.robot)
         return (
@@ -253,7 +253,7 @@ def example(robot: Robot) -> dict[str, Any]:
 
 
 def _batch(rows: Sequence[Row]) -> tuple[Any, ...]:
-    """What a program takes beside weights and key."""
+    """Inputs of a program besides weights and key."""
     numbers = np.array([row.number for row in rows], np.uint32)
     inputs = jax.tree.map(lambda *leaves: np.stack(leaves), *(row.inputs for row in rows))
     if rows[0].before is None:

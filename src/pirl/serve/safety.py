@@ -52,7 +52,7 @@ class NoveltyConfig(Checked):
     limit: Positive = 1.0
     """Largest novelty. 1: as far from the data as the most distant frame of one in twenty held-out episodes."""
     file: Path | None = None
-    """What `pirl serve --fit-novelty` wrote, if not beside the weights."""
+    """The file of `pirl serve --fit-novelty`, if it is not beside the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class SafetyConfig(Checked):
     jerk: tuple[Positive, ...] | None = None
     """Largest third difference of the action, per second³."""
     workspace: Box | None = None
-    """Where some part of the robot may be."""
+    """Allowed positions of a part of the robot."""
     jump: tuple[Positive, ...] | None = None
     """Largest distance between a chunk's first action and the chunk before, at the step it continues."""
     novelty: NoveltyConfig | None = None
@@ -84,7 +84,7 @@ class LimitedChunk:
     """A chunk after the safety net."""
 
     chunk: Float[np.ndarray, "H A"] | None
-    """What may be sent; None if nothing may."""
+    """The actions that may be sent; None if none may."""
     rules: tuple[str, ...]
     """Limits that the chunk was beyond."""
     reason: str = ""

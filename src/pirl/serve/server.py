@@ -81,7 +81,7 @@ class PolicyServer:
 
     @property
     def robot(self) -> Robot:
-        """Whose observations are read."""
+        """The robot whose observations the server reads."""
         return self._planner.robot
 
     @property

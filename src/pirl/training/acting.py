@@ -52,7 +52,7 @@ class Found:
     config: RLTrainConfig
     """How it was trained, or is to be used."""
     metadata: Mapping[str, Any]
-    """What was written beside it: versions, time, metrics; empty for one that OpenPI wrote."""
+    """Metadata stored with it: versions, time, metrics; empty for a checkpoint that OpenPI wrote."""
 
     @property
     def step(self) -> int | None:
@@ -71,7 +71,7 @@ class Acting:
     """A loaded checkpoint."""
 
     found: Found
-    """Where it is from, and its configuration."""
+    """Its origin and configuration."""
     state: TrainState
     """The weights that act, of every group that is needed."""
     policy: ChunkPolicy

@@ -79,7 +79,7 @@ def stats_of_weights(config: RLTrainConfig) -> Path | None:
 def build_acting(
     config: RLTrainConfig, agent: Agent, transform: Transform, mesh: Any, eval_fn: EvalFn | None = None
 ) -> Iterator[tuple[Stream, Evaluations]]:
-    """Where batches come from, and the evaluations: with the datasets, environments and replay buffer they need."""
+    """The sources of batches and evaluations: datasets, environments, replay buffer."""
     with ExitStack() as parts:
         loader = replay = pool = recorder = None
         if config.env is not None and (config.acts or config.evaluation):
@@ -113,7 +113,7 @@ def build_acting(
 
 
 def dataset_folder(name: str) -> Path:
-    """Where a dataset of this name is written, and found again: a path says so itself, others are in LeRobot's home."""
+    """Folder of the dataset with this name: a path is itself, other names are in LeRobot's home."""
     path = Path(name).expanduser()
     return path if path.is_absolute() or name.startswith(".") else lerobot_home() / path
 

@@ -37,7 +37,7 @@ from pirl.training.watchdog import Watchdog
 
 @dataclass(kw_only=True)
 class Callbacks:
-    """Those of one run; `callbacks` opens them."""
+    """The callbacks of one run; `callbacks` opens them."""
 
     config: RLTrainConfig
     agent: Agent
@@ -95,7 +95,7 @@ class Callbacks:
         return self._evaluated(state, 0)[0]
 
     def batches(self, step: int, state: TrainState) -> Iterator[Any]:
-        """What the updates of a step learn from; collects it where the algorithm acts."""
+        """The batches of a step; collects episodes first if the algorithm acts."""
         with self._saving_if_environments_break(state, step - 1):
             for batch in self.stream.round(step, state, lambda: bool(self.stop), self.say):
                 if self.updates == 0 and distributed.is_main():
@@ -156,7 +156,7 @@ class Callbacks:
 
     @contextmanager
     def _saving_if_environments_break(self, state: TrainState, step: int, values: Any = None) -> Iterator[None]:
-        """Where the environments fail for good, the weights are fine: save them before the error ends the run."""
+        """If the environments fail for good, save the weights, which are fine, before the error ends the run."""
         try:
             yield
         except EnvError:

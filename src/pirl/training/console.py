@@ -23,7 +23,7 @@ HEADLINES = (
 )
 """The metrics of the one line, in its order; a run has some of them."""
 SHOWN = 8
-"""Of a record with no headline, so many metrics."""
+"""Metrics to print of a record without a headline."""
 
 
 def heading(step: int, total: int | None, seconds_per_step: float | None) -> str:

@@ -56,7 +56,7 @@ class Evaluations:
 
     @property
     def shown(self) -> Shown | None:
-        """What the last call shows beside its metrics."""
+        """Films and states of the last call."""
         return next((part.shown for part in self._last if isinstance(part, Evaluator)), None)
 
     def __call__(self, state: TrainState, step: int, total: int, say: Say = lambda _: None) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Evaluator:
         self._folder, self._make = folder, make
         self._solved: dict[Context, bool] = {}
         self.shown: Shown | None = None
-        """What the last evaluation shows."""
+        """Films and states of the last evaluation."""
         self.contexts = fixed_contexts(pool.info, config.episodes, config.split)
 
     @property

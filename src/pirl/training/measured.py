@@ -64,7 +64,7 @@ class Measured:
 
     @property
     def action_error(self) -> Float[Array, "n"]:
-        """Of each row, over the steps inside its episode."""
+        """Error of each row, averaged over the steps inside its episode."""
         total: Array = (self.error.mean(2) * self.valid).sum(1) / np.maximum(self.valid.sum(1), 1)
         return total
 

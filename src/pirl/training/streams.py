@@ -162,7 +162,7 @@ class OnlineStream(DatasetStream):
         }
 
     def metrics(self) -> dict[str, float]:
-        """Of the data, and of the latest collection, once."""
+        """Metrics of the data, and once those of the latest collection."""
         latest, self._latest = self._latest, {}
         return {**super().metrics(), **latest}
 
@@ -327,7 +327,7 @@ class GroupStream:
         self._moved_far = self._agent.moved_far(metrics)
 
     def metrics(self) -> dict[str, float]:
-        """Of the round that is over."""
+        """Metrics of the finished round."""
         return self._latest
 
     def example(self) -> Any:
@@ -373,5 +373,5 @@ def _first_observation(collector: Collector, curriculum: Curriculum) -> RawObser
 
 
 def _successes(group: list[Rollout]) -> list[float]:
-    """What each rollout is worth: success alone."""
+    """Reward of each rollout: success alone."""
     return [float(bool(rollout.episode.success)) for rollout in group]

@@ -108,7 +108,7 @@ class Comparison:
         return found
 
     def _spent(self, run: Run, attempt: Attempt | None = None) -> float:
-        """What a run has used of its budget, without what it will do again."""
+        """The part of its budget that a run has used, without steps it will repeat."""
         if attempt is not None:
             return read_log(run, until=attempt.until, since=attempt.since).of(run)
         return read_log(run, until=max(complete_steps(run.folder), default=0)).of(run)

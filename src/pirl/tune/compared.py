@@ -24,7 +24,7 @@ NOTHING = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a run has used, from its log."""
+    """The cost of a run, from its log."""
 
     updates: int = 0
     """Policy updates."""
@@ -69,7 +69,7 @@ def _number(value: Any) -> bool:
 
 
 def read_state(run: Run) -> dict[str, Any]:
-    """What was noted of a run: `trained`, `result`, `failed`, `wall_seconds`."""
+    """Notes on a run: `trained`, `result`, `failed`, `wall_seconds`."""
     file = run.file(".json")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found

@@ -295,7 +295,7 @@ def _ends(interval: list[float | None] | None) -> dict[str, Any]:
 
 
 def _changes(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """What differs, in words."""
+    """The differences, in words."""
     found = []
     if there["metric"] != asked["metric"]:
         found.append(f"metric: {there['metric']} there, {asked['metric']} now")
