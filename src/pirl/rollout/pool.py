@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Float32
@@ -235,7 +235,7 @@ class Pool:
     def close(self) -> None:
         """Free what the environments hold."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, *exc: object) -> None:
