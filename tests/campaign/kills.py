@@ -192,7 +192,7 @@ def fork(work: Callable[[], int], log: Path) -> int:
             os.dup2(handle, 1)
             os.dup2(handle, 2)
             code = work()
-        except BaseException:  # noqa: BLE001 a copy must never return to the caller
+        except BaseException:  # a copy must never return to the caller
             traceback.print_exc()
         finally:
             sys.stdout.flush()
