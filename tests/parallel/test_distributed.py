@@ -47,6 +47,7 @@ from pirl.parallel.sharding import (
 run = Path(sys.argv[1])
 place = distributed.initialize(timeout=60)
 out = {"place": [place.launcher, place.num_processes, place.process_id], "main": distributed.is_main()}
+out["cache"] = jax.config.jax_enable_compilation_cache
 mesh = make_mesh(8)
 out["devices"] = [len(jax.devices()), len(jax.local_devices())]
 
@@ -141,6 +142,7 @@ def test_two_processes_make_one_mesh(two: tuple[Path, list[dict]]) -> None:
     assert first["devices"] == second["devices"] == [8, 4]
     assert first["rows"] == [0, 7, 8]
     assert second["rows"] == [8, 15, 8]
+    assert not first["cache"]  # see test_kills_processes: from the cache, collectives run in any order
     for process in (first, second):
         share, devices = process["share"]
         assert share == pytest.approx(1 / 8, rel=0.05)

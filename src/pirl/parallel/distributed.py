@@ -129,6 +129,9 @@ def initialize(
             hint="all processes must be started, with one coordinator address that each can reach, ids 0 to "
             f"{place.num_processes - 1}, and before anything else uses jax; proxies (http_proxy) can block them",
         ) from error
+    if jax.default_backend() == "cpu":
+        # A program that XLA reads back from the cache runs its collectives in any order: Gloo aborts over the mismatch.
+        jax.config.update("jax_enable_compilation_cache", False)
     return place
 
 

@@ -54,9 +54,9 @@ def all_alive() -> Iterator[None]:
     except BaseException as error:
         lost, first = _tells_of_loss(error), notices.failure()
         if first is None:
-            notices.announce(error)
+            notices.announce(f"lost another one: {_cause(error)}" if lost else f"failed: {_in_words(error)}")
         notices.leave()
-        if not lost:
+        if not lost or jax.process_index() == 0:
             notices.wait_for_others()
         if first is not None and (lost or isinstance(error, DistributedError)):
             raise LostProcessError(f"{_this_process()}: {first}", hint=_HINT) from error
@@ -74,9 +74,9 @@ class Notices:
         self._client, self._place = client, f"pirl.failures/{next(_numbers)}/"
         self._left = threading.Event()
 
-    def announce(self, error: BaseException) -> None:
-        """Tell the others."""
-        self._set(f"failed/{jax.process_index():06}", f"process {jax.process_index()} failed: {_in_words(error)}")
+    def announce(self, what: str) -> None:
+        """Tell the others what happened to this process."""
+        self._set(f"failed/{jax.process_index():06}", f"process {jax.process_index()} {what}")
 
     def failure(self) -> str | None:
         """What the first process that failed says; None while all are well."""
