@@ -113,7 +113,7 @@ def test_saving_leaves_nothing_in_memory(tmp_path: Path) -> None:
             if step in (10, 30):
                 gc.collect()
                 held.append(sys.getallocatedblocks())
-    assert held[1] - held[0] < 20 * len(jax.tree.leaves(state))
+    assert held[1] - held[0] < 2 * 20 * len(jax.tree.leaves(state))
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
