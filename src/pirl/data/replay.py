@@ -10,7 +10,7 @@ import threading
 import zipfile
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ class ReplayBuffer(EpisodeSource):
             self._publish()
 
     def _publish(self) -> None:
-        items = tuple((stored.episode, stored.frames) for stored in self._ring)
+        items = tuple((replace(stored.episode, number=stored.number), stored.frames) for stored in self._ring)
         self._contents = MemorySource(cameras=self.cameras, items=items)
 
 
