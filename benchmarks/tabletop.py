@@ -1,6 +1,6 @@
 """Does it learn? The tables of docs/results/tabletop.md: every method on the embedded tabletop, on many seeds.
 
-    python benchmarks/tabletop.py                              the main rows on seeds 0, 1, 2; 9 CPU minutes each
+    python benchmarks/tabletop.py                              the main rows on seeds 0, 1, 2; 10 CPU minutes each
     python benchmarks/tabletop.py --seeds 3 4                  two more; another process may do others meanwhile
     python benchmarks/tabletop.py --rows more stress           distillation, RIPT, online; wrong labels, little data
     python benchmarks/tabletop.py --level stitch               where no episode that begins at the table succeeds
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,6 +32,7 @@ import pyarrow.parquet as pq
 from pirl.agents.agent import Agent, Lesson
 from pirl.cli.app import main as pirl
 from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
+from pirl.paths import pirl_home
 from pirl.recipes import get_config
 from pirl.records import Rollout
 from pirl.rollout.record import num_recorded
@@ -262,6 +264,7 @@ def main() -> None:
     if unknown := [name for name in args.rows if name not in groups and name not in known]:
         parser.error(f"no rows {unknown}; there are {', '.join([*groups, *known])}")
     rows = [name for part in args.rows for name in groups.get(part, [part])]
+    jax.config.update("jax_compilation_cache_dir", str(pirl_home() / "compiled"))  # seeds share their programs
     folder = args.folder / args.level / ("quick" if args.quick else "whole")
     for number in args.seeds:
         for name in rows:
