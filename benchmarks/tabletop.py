@@ -95,11 +95,19 @@ MAIN = {
     "ACRLPD_shuffled": Row("control: ACRLPD, outcomes shuffled", "acrlpd_tabletop", data="shuffled"),
 }
 """Rows by the folder of their evaluation."""
+TIMELESS = ("--agent.gate", "None", "--agent.discount", "0.999")
 MORE = {
     "distill": Row("ACRLPD, `distill`", "acrlpd_tabletop", ("--agent.actor", "distill")),
     "online": Row("ACRLPD, online", "acrlpd_tabletop_online"),
     "RIPT": Row("BC, then RIPT", "ript_tabletop"),
     "ACRLPD_then_RIPT": Row("**ACRLPD, then RIPT**", "ript_tabletop", after="ACRLPD"),
+    "shuffled_ungated": Row(
+        "control: ACRLPD without a gate, outcomes shuffled",
+        "acrlpd_tabletop",
+        ("--agent.gate", "None"),
+        data="shuffled",
+    ),
+    "shuffled_timeless": Row("– the same, γ 0.999", "acrlpd_tabletop", TIMELESS, data="shuffled"),
     "RIPT_shuffled": Row("control: RIPT, outcomes of a coin", "ript_tabletop"),
 }
 STRESS = {
@@ -112,17 +120,19 @@ STRESS = {
     "BC_slips": Row("BC, random physics", "bc_tabletop", data="slips", after=None),
     "slips": Row("ACRLPD, random physics", "acrlpd_tabletop", data="slips", after="BC_slips"),
 }
+TWICE = ("--policy-schedule.decay-steps", "3200")
 STITCH = {
     "imitation": MAIN["imitation"],
-    "imitation_of_successes": MAIN["imitation_of_successes"],
-    "filtered": Row("BC, filtered by discounted return", "filtered_tabletop", ("--agent.share", "0.2")),
-    "MC": Row("ACRLPD, observed returns only", "acrlpd_tabletop", ("--agent.mc-steps", "1600")),
-    "RECAP": Row("RECAP", "recap_tabletop"),
-    "ACRLPD": MAIN["ACRLPD"],
+    "imitation_of_successes": Row("BC, success-filtered", "bc_tabletop", FILTERED, 1200),
+    "filtered": Row("BC, filtered by return", "filtered_tabletop", ("--agent.share", "0.2", *TWICE), 3200),
+    "MC": Row("ACRLPD, observed returns only", "acrlpd_tabletop", ("--agent.mc-steps", "3200", *TWICE), 3200),
+    "RECAP": Row("RECAP", "recap_tabletop", TWICE, 3200),
+    "ACRLPD": Row("**ACRLPD**", "acrlpd_tabletop", TWICE, 3200),
     "ACRLPD,_best_of_8": MAIN["ACRLPD,_best_of_8"],
-    "ACRLPD_shuffled": MAIN["ACRLPD_shuffled"],
+    "ACRLPD_shuffled": Row("control: ACRLPD, outcomes shuffled", "acrlpd_tabletop", TWICE, 3200, data="shuffled"),
     "perfect": Row("BC on perfect demonstrations", "bc_tabletop", data="perfect", after=None),
 }
+"""Twice the demonstrations and updates: there are two choices to learn, and one of them by bootstrapping alone."""
 ROWS = {"easy": {"main": MAIN, "more": MORE, "stress": STRESS}, "stitch": {"main": STITCH}}
 
 
@@ -176,7 +186,7 @@ class Seed:
         if name == "shuffled":
             return shuffled(self.data("tabletop"), self.seed)
         root, stats = self.folder / "data" / name, self.folder / "assets" / name
-        whole = DATA[name].episodes // 10 if self.quick else DATA[name].episodes
+        whole = DATA[name].episodes * (2 if self.level == "stitch" else 1) // (10 if self.quick else 1)
         have = num_recorded(root)
         if have < whole:
             words = ("--episodes", str(whole - have), "--seed", str(self.seed), *self.env(name), *DATA[name].record)

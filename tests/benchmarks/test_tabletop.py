@@ -32,7 +32,7 @@ def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
     """The commands that were run; each leaves behind what the real one does."""
     commands: list[list[str]] = []
     monkeypatch.setattr(tabletop, "shuffled", lambda dataset, seed: dataset.with_name("others"))
-    monkeypatch.setattr(tabletop, "num_recorded", lambda dataset: 1500 if dataset.is_dir() else 0)
+    monkeypatch.setattr(tabletop, "num_recorded", lambda dataset: 3000 if dataset.is_dir() else 0)
 
     def leave_result(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ seed: wrong zone, wrong block, a detour over a wrong zone, or a release half-way
 Detours are what separates value learning from imitating successes: they succeed, but too late for a policy.
 
 With the `stitch` dials no episode that begins at the table succeeds: either the right block goes to a wrong zone, or a
-wrong block is fetched. The other half begins with the right block in the gripper, as if it had just been grasped there,
-and goes to either zone. So which zone is right, outcomes tell; which block is right, none does: every return of that
-stage is 0. With the block in hand nothing tells how the episode began, so values that bootstrap there carry the
-success of one kind of episode back to the beginning of the other. No choice among episodes or chunks by their outcomes
-does, nor do values of observed returns.
+wrong block is fetched. The others begin with the right block in the gripper, as if it had just been grasped there, and
+go to the right zone or to a wrong one. So outcomes tell which zone is right, but not which block: every return of that
+stage is 0. With the block in hand nothing tells how the episode began, so values that bootstrap there carry the success
+of one kind of episode back to the beginning of the other. No choice among episodes or chunks by their outcomes does,
+nor do values of observed returns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,9 @@ class Dials:
     wrong: float = 0.0
     """Share of episodes that deliver to a wrong zone: a failure."""
     wrong_block: float = 0.0
-    """Share that takes a wrong block: a failure."""
+    """Share that takes a wrong block, to the named zone: a failure."""
+    any_zone: bool = False
+    """Does a wrong block go to any zone?"""
     detour: float = 0.0
     """Share that carries to a wrong zone first, and then to the right one: a late success."""
     early: float = 0.0
@@ -65,7 +67,7 @@ DEMONSTRATION: Mapping[TabletopLevel, Dials] = {
     "easy": Dials(wrong=0.25, detour=0.25, early=0.08),
     "colours": Dials(wrong=0.15, wrong_block=0.2, detour=0.2, early=0.05),
     "two_blocks": Dials(wrong=0.15, wrong_block=0.15, detour=0.2, early=0.05),
-    "stitch": Dials(wrong=0.3, wrong_block=0.7, handed=0.5),
+    "stitch": Dials(wrong=0.4, wrong_block=0.6, any_zone=True, handed=0.6),
 }
 """The imperfect demonstrations of each level."""
 
@@ -93,11 +95,13 @@ def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) 
     other_zone = (right_zone + int(rng.integers(1, len(zones)))) % len(zones)
     other_block = (right_block + int(rng.integers(1, max(len(blocks), 2)))) % len(blocks)
     noise = dials.noise * rng.standard_normal((OPERATOR_STEPS, 2))
+    any_zone = int(rng.integers(len(zones)))
 
     edges = np.cumsum([dials.wrong, dials.detour, dials.early, dials.wrong_block])
     wrong, detour, early, wrong_block = np.arange(4) == np.searchsorted(edges, choice, side="right")
-    block = blocks[other_block if wrong_block and not handed else right_block]
-    zone = zones[other_zone if wrong else right_zone]
+    strays = wrong_block and not handed
+    block = blocks[other_block if strays else right_block]
+    zone = zones[other_zone if wrong else any_zone if strays and dials.any_zone else right_zone]
 
     route = [] if handed else [(*block, _CLOSE)]
     if detour:
