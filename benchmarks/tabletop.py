@@ -102,7 +102,7 @@ MORE = {
     "RIPT": Row("BC, then RIPT", "ript_tabletop"),
     "ACRLPD_then_RIPT": Row("**ACRLPD, then RIPT**", "ript_tabletop", after="ACRLPD"),
     "shuffled_ungated": Row(
-        "control: ACRLPD without a gate, outcomes shuffled",
+        "control: shuffled, without a gate",
         "acrlpd_tabletop",
         ("--agent.gate", "None"),
         data="shuffled",
