@@ -108,22 +108,22 @@ def test_early_release_ends_the_episode_beside_the_zones() -> None:
 
 def test_stitch_no_episode_that_begins_at_the_table_succeeds() -> None:
     """Which block is right shows in no return; which zone is, in the episodes that begin with the right block."""
-    rollouts = record("stitch", 1000)
+    rollouts = record("stitch", 400)
     success = np.array([rollout.episode.success for rollout in rollouts])
     handed = np.array([begins_holding(rollout) for rollout in rollouts])
-    assert abs(handed.mean() - 0.6) < 0.05
+    assert abs(handed.mean() - 0.6) < 0.08
     assert not success[~handed].any()
-    assert abs(success[handed].mean() - 0.6) < 0.05
+    assert abs(success[handed].mean() - 0.6) < 0.1
 
     table = Tabletop(TabletopConfig(level="stitch", max_steps=OPERATOR_STEPS), len(rollouts))
     table.begin(range(table.size), [rollout.context for rollout in rollouts])
     taken, delivered = replay(table, rollouts)
     right = taken == table.state.block
     assert right[handed].all()
-    assert abs(right[~handed].mean() - 0.4) < 0.07
+    assert abs(right[~handed].mean() - 0.4) < 0.12
     right_zone = delivered == table.state.zone
     np.testing.assert_array_equal(right_zone[right], success[right])
-    assert abs(right_zone[~right].mean() - 1 / 3) < 0.1  # a wrong block fails in the right zone as well
+    assert abs(right_zone[~right].mean() - 1 / 3) < 0.15  # a wrong block fails in the right zone as well
 
 
 def begins_holding(rollout: Rollout) -> bool:
