@@ -73,6 +73,7 @@ def train_offline(
     agent = build_agent(config)
     update = jax.jit(agent.update, donate_argnums=0, compiler_options=FAST)
     state = jax.jit(agent.init)(jax.random.key(seed), weights)
+    state = agent.heard(state, {}, lambda _: None)  # nothing is held out here
     with ACRLPDDataLoader(
         on.source() if source is None else source,
         on.transform,

@@ -47,6 +47,8 @@ class Episode:
     observed: Bool[Array, "T"] | None = None
     """False where state and images repeat those of an earlier row, as in recordings at a server. None: all rows are
     observed."""
+    number: int | None = None
+    """Its number among those a run collected; with it, what an episode is for does not depend on its last bits."""
 
     def __len__(self) -> int:
         return len(self.rewards)

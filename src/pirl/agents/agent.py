@@ -205,6 +205,10 @@ class Agent:
         """
         return state
 
+    def verdict(self, state: TrainState, measured: Mapping[str, float]) -> str | None:
+        """What the end of a run must say if the result is not what was asked for, by its last held-out metrics."""
+        return None
+
     # Algorithms that learn from groups of their own rollouts (`config.groups`)
 
     @property

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Key
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Agent, Choice, Metrics, TrainState
 from pirl.agents.ensemble import halves
-from pirl.agents.gate import said, stays_open
+from pirl.agents.gate import final_word, said, stays_open
 from pirl.agents.learner import Learner, divided
 from pirl.agents.q_chunking_config import ChunkCriticConfig
 from pirl.models import flow
@@ -271,7 +271,7 @@ class ChunkCritic(Agent):
         slope, q = jax.grad(total, has_aux=True)(chunks)
         known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
         gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
-        gate = {} if self.config.gate is None else {"actor/gate": state.scalars["gate"]}
+        gate = {} if self.config.gate is None else {"actor/gate": jnp.maximum(state.scalars["gate"], 0.0)}
         return gate | {
             "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
             "critic/mc_gap": ob.masked_mean(gap, known),
@@ -283,7 +283,9 @@ class ChunkCritic(Agent):
     # When the actor starts
 
     def scalars(self) -> dict[str, Array]:
-        """The numbers that the algorithm adapts, to begin with."""
+        """The numbers that the algorithm adapts, to begin with. The gate is 1 where it is open, 0 where it never was,
+        -1 where it was.
+        """
         return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
 
     def actor_open(self, state: TrainState) -> Bool[Array, ""]:
@@ -295,12 +297,20 @@ class ChunkCritic(Agent):
         gate = self.config.gate
         if gate is None or (measured and not any(name.startswith("held_out/") for name in measured)):
             return state
-        was_open = bool(state.scalars["gate"] > 0)
-        is_open = stays_open(measured, gate, was_open=was_open)
-        if is_open != was_open:
+        before = float(state.scalars["gate"])
+        is_open = stays_open(measured, gate, was_open=before > 0)
+        if is_open != (before > 0):
             say(said(measured, is_open=is_open))
-        value = jax.device_put(np.float32(is_open), state.scalars["gate"].sharding)
+        now = 1.0 if is_open else -1.0 if before else 0.0
+        value = jax.device_put(np.float32(now), state.scalars["gate"].sharding)
         return replace(state, scalars=state.scalars | {"gate": value})
+
+    def verdict(self, state: TrainState, measured: Mapping[str, float]) -> str | None:
+        """That the gate is shut, if it is."""
+        if self.config.gate is None or float(state.scalars["gate"]) > 0:
+            return None
+        did = "left the policy as it was" if self.config.freezes_policy else "imitated"
+        return final_word(measured, self.config.gate, was_open=float(state.scalars["gate"]) < 0, did=did)
 
 
 def copied(tree: Params) -> Params:

@@ -97,7 +97,7 @@ class DSRL(FrozenPolicy):
     def ahead(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Float[Array, "B N H A"]:
         """The flow from the actor's noise."""
         noise, _ = self.sample(state.params["actor"], self.token(state, inputs), inputs.state, draws.own)
-        return self.sampled(state.policy, context, noise)
+        return self.sampled(state.policy, context, self.acts(state, noise, draws.prior))
 
     def propose(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Proposal:
         """The flow from normal noise, or from the actor's."""
@@ -173,7 +173,8 @@ class DSRL(FrozenPolicy):
     ) -> Float[Array, "B N H A"]:
         """The flow from the actor's noise: its mean, or samples."""
         inputs = CriticInputs.of(context)
-        own = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
-        own = own if self.exploring or count > 1 else jnp.zeros_like(own)
+        normal = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
+        own = normal if self.exploring or count > 1 else jnp.zeros_like(normal)
         noise, _ = self.sample(state.params["actor"], self.token(state, inputs), inputs.state, own)
+        noise = self.acts(state, noise, normal)
         return flow.sample(self.policy, state.policy, context, noise, num_steps=self.config.flow_steps, steer=steer)

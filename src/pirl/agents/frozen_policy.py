@@ -3,6 +3,9 @@
 A subclass says what the actor does: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn`
 from what the critic says of them, and `plan` to act. No gradient passes the policy; its prefix is encoded once per
 observation.
+
+With a gate (`config.gate`) that is shut, it acts as the policy does, without the actor; the group `gate` says so to
+whoever acts with a checkpoint.
 """
 
 from collections.abc import Mapping
@@ -102,15 +105,21 @@ class FrozenPolicy(ChunkCritic):
         actor, actor_opt = self.actor_learner.init(self.actor.init(actor_key))
         more = {name: self.critic_learner.init(params) for name, params in self.more(more_key).items()}
         averaged = {} if self.critic_learner.ema_decay is None else {"critic": copied(critic)}
+        params = {"policy": policy, "critic": critic, "actor": actor} | {name: p for name, (p, _) in more.items()}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params={"policy": policy, "critic": critic, "actor": actor} | {name: p for name, (p, _) in more.items()},
+            params=params | ({} if self.config.gate is None else {"gate": {"open": jnp.zeros(())}}),
             target={"critic": copied(critic)} | self.more_targets(actor),
             ema=averaged,
             opt={"critic": critic_opt, "actor": actor_opt} | {name: opt for name, (_, opt) in more.items()},
             scalars=self.scalars(),
             frozen=frozenset(f"policy/{path}" for path in flatten(policy)),
         )
+
+    def acts(self, state: TrainState, own: Array, plain: Array) -> Array:
+        """The actor's noise or chunks; while the gate is shut, those of the policy by itself."""
+        gate = state.params.get("gate")
+        return own if gate is None else jnp.where(gate["open"] > 0, own, plain)
 
     def token(self, state: TrainState, inputs: CriticInputs) -> Float[Array, "B T"]:
         """The acting critic's reading of the prefix."""
@@ -153,12 +162,16 @@ class FrozenPolicy(ChunkCritic):
         new = replace(
             state,
             step=state.step + 1,
-            params={"policy": state.params["policy"], "critic": critic, **learned.params},
+            params={"policy": state.params["policy"], "critic": critic, **self._gate(state), **learned.params},
             target={"critic": target, **followed},
             ema={name: self.critic_learner.average(average, critic) for name, average in state.ema.items()},
             opt={"critic": critic_opt, **learned.opt},
         )
         return new, {**learned.metrics, **info, **self.value_metrics(state, proposal.inputs, batch)}
+
+    def _gate(self, state: TrainState) -> dict[str, Params]:
+        """The group `gate`, of what the actor does from this step on."""
+        return {"gate": {"open": jnp.float32(self.actor_open(state))}} if "gate" in state.params else {}
 
     def stepped(self, state: TrainState, grads: Mapping[str, Params], *, when_open: frozenset[str]) -> Learned:
         """One optimizer step of each group; those `when_open` wait until the actor listens to the critic."""
@@ -181,5 +194,5 @@ class FrozenPolicy(ChunkCritic):
         return Choice(replace(self, exploring=True).act(state, observation, keys, best_of=best_of))
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """The actor, and the critic that reads for it."""
-        return frozenset({"actor", "critic"})
+        """The actor, and the critic that reads for it; and whether it may."""
+        return frozenset({"actor", "critic", "gate"})

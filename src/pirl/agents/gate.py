@@ -34,3 +34,19 @@ def said(measured: Mapping[str, float], *, is_open: bool) -> str:
     found = [f"{name} {measured[name]:.3g}" for name in (RANK, AUC) if name in measured]
     reason = ", ".join(found) or f"{RANK} is unknown: there are no held-out episodes, or their returns do not vary"
     return f"{reason}: the actor {'follows the critic' if is_open else 'imitates, the critic does not know enough'}"
+
+
+def final_word(measured: Mapping[str, float], gate: Share, *, was_open: bool, did: str) -> str:
+    """What a run says of itself that ends with its gate shut; `did`: what its actor did meanwhile."""
+    needed = {AUC: measured.get(f"{AUC}_by_chance"), RANK: max(gate, measured.get(f"{RANK}_by_chance", 0.0))}
+    known = {name: least for name, least in needed.items() if name in measured and least is not None}
+    found = ", ".join(
+        f"{name} {measured[name]:.2f} where more than {least:.2f} is needed" for name, least in known.items()
+    )
+    ranked = "successes above failures" if AUC in known and measured[AUC] <= known[AUC] else "returns"
+    last = f"no longer ranks held-out {ranked}; in the end the actor {did}"
+    word = last if was_open else f"never ranked held-out {ranked}; the actor only {did}"
+    return (
+        f"the critic {word}: {found}. Are the outcomes right, are there enough successes and failures, does the "
+        "discount reach them? --agent.gate None trusts the critic anyway"
+    )

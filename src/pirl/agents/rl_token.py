@@ -96,7 +96,7 @@ class RLToken(FrozenPolicy):
         """The policy's chunks, edited by the slowly following actor, with noise."""
         references = self.sampled(state.policy, context, draws.flow)
         edits = self.edits(state.target["actor"], self.token(state, inputs), inputs.state, references)
-        return self.edited(references, self.noisy(edits, draws.edit))
+        return self.acts(state, self.edited(references, self.noisy(edits, draws.edit)), references)
 
     def propose(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Proposal:
         """The policy's chunks."""
@@ -106,7 +106,7 @@ class RLToken(FrozenPolicy):
     def done(self, state: TrainState, proposal: Proposal) -> Float[Array, "B N H A"]:
         """The edited ones."""
         edits = self.edits(state.params["actor"], proposal.token, proposal.inputs.state, proposal.chunks)
-        return jax.lax.stop_gradient(self.edited(proposal.chunks, edits))
+        return jax.lax.stop_gradient(self.acts(state, self.edited(proposal.chunks, edits), proposal.chunks))
 
     # What it learns
 
@@ -146,4 +146,4 @@ class RLToken(FrozenPolicy):
         edits = self.edits(state.params["actor"], self.token(state, inputs), inputs.state, references)
         if self.exploring:
             edits = self.noisy(edits, flow.noise(jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys), *sizes))
-        return self.edited(references, edits)
+        return self.acts(state, self.edited(references, edits), references)

@@ -79,7 +79,7 @@ class EpisodeTable:
     intended: tuple[Array | None, ...]
     """Each episode's intended chunks [T, H, A], or None."""
     numbers: Int[Array, "E"]
-    """A number of each episode, by its actions: the same in every table, run and process."""
+    """A number of each episode, its own or by its actions: the same in every table, run and process."""
     tasks: tuple[str, ...]
     """Each episode's instruction."""
     discount: float
@@ -128,7 +128,7 @@ def tabulate(
         starts=starts,
         lengths=lengths,
         intended=tuple(episode.intended for episode in episodes),
-        numbers=np.array([crc32(episode.actions.tobytes()) >> 1 for episode in episodes], np.int32),
+        numbers=np.array([_number(episode) for episode in episodes], np.int32),
         tasks=tuple(episode.task for episode in episodes),
         discount=discount,
     )
@@ -370,6 +370,10 @@ def _returns(
         following = reward + discount * (0.0 if done else np.nan if cut else following)
         returns[row] = following
     return returns.astype(np.float32)
+
+
+def _number(episode: Episode) -> int:
+    return crc32(episode.actions.tobytes()) >> 1 if episode.number is None else episode.number
 
 
 def _check_episode(number: int, episode: Episode, *, first: Episode) -> None:

@@ -6,8 +6,8 @@ dictionary that `save` returns.
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ class ReplayBuffer(EpisodeSource):
         return episode_store.episode_of(arrays), {camera: arrays[f"frames.{camera}"] for camera in self.cameras}
 
     def _publish(self) -> None:
-        items = tuple((stored.episode, stored.frames) for stored in self._ring)
+        items = tuple((replace(stored.episode, number=stored.number), stored.frames) for stored in self._ring)
         self._contents = MemorySource(cameras=self.cameras, items=items)
 
 

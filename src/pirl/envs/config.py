@@ -8,8 +8,8 @@ from pirl.ranges import Bounds, Checked, Count, Natural
 
 TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
 """`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks of four
-colours, random zones. `stitch`: two blocks, named by their positions; every demonstration makes one mistake, in the
-block or in the zone, so that none shows the whole task."""
+colours, random zones. `stitch`: two blocks, named by their positions; no demonstration that begins at the table
+succeeds, so that only bootstrapped values know which block to take."""
 
 
 LiberoSuite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]

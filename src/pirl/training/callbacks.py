@@ -65,6 +65,8 @@ class Callbacks:
     """Interrupted, so there is more to train."""
     ending: str = ""
     """Why the run ends before its last step."""
+    verdict: str | None = None
+    """What the algorithm says of its result, by the latest held-out metrics."""
 
     @property
     def start(self) -> int:
@@ -151,6 +153,8 @@ class Callbacks:
             print("\n".join([said, *map(str, self.recoveries)]))
         if self.config.log_memory:
             console.print(self.memory.report(), markup=False)
+        if self.verdict and not self.stopped:
+            console.print(f"{self.config.name}/{self.config.exp_name}: {self.verdict}", markup=False, soft_wrap=True)
         if self.ending:
             console.print(f"{self.config.name}/{self.config.exp_name}: {self.ending}", markup=False, soft_wrap=True)
 
@@ -192,6 +196,8 @@ class Callbacks:
             results = self.evaluator(state, step, self.total, self.say)
             self.log.write(step, results)
             self.log.show(step, self.evaluator.shown)
+            if any(name.startswith("held_out/") for name in results):
+                self.verdict = self.agent.verdict(state, results) if step else None
             return self.agent.heard(state, results, self.say), results
 
 
