@@ -13,10 +13,10 @@ from pirl import trust
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.errors import ConfigError, did_you_mean
-from pirl.recipes import aloha, aloha_sim, debug, droid, foreign, libero, metaworld, state, tabletop
+from pirl.recipes import aloha, aloha_sim, aloha_state, debug, droid, foreign, libero, metaworld, state, tabletop
 from pirl.recipes.foreign import ALIASES as ALIASES
 
-_MODULES = (debug, tabletop, aloha, aloha_sim, libero, metaworld, state, droid)
+_MODULES = (debug, tabletop, aloha, aloha_sim, aloha_state, libero, metaworld, state, droid)
 
 RECIPES: Mapping[str, RLTrainConfig] = {recipe.name: recipe for module in _MODULES for recipe in module.RECIPES}
 """Every recipe by its name."""
