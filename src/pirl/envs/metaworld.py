@@ -5,6 +5,7 @@ picture with shadows costs ten times as much, and every renderer holds the meshe
 environments of a process share one renderer per task, and borrow simulators from each other.
 """
 
+from copy import copy
 from typing import Any, NamedTuple, cast
 
 import gymnasium
@@ -162,7 +163,8 @@ class Worlds:
 
     def __init__(self, config: MetaWorldConfig) -> None:
         self._config = config
-        self._kinds = load("metaworld.env_dict", extra="metaworld", why="the Meta-World simulator").ALL_V3_ENVIRONMENTS
+        kinds = load("metaworld.env_dict", extra="metaworld", why="the Meta-World simulator").ALL_V3_ENVIRONMENTS
+        self._kinds = {name: _quick(kinds[name]) for name in task_names(config)}
         self._spare: list[Simulator] = []
         self._pictures: dict[str, Pictures] = {}
 
@@ -196,6 +198,34 @@ class Worlds:
             pictures.close()
         self._pictures.clear()
         self._spare.clear()
+
+
+def _quick(kind: Any) -> Any:
+    """The same environment to the bit, without what is slow for no reason.
+
+    Instances copy one compiled model: 10 ms instead of 100 to 500. Contacts are searched as arrays: in push and
+    pick-place the search took half of a step.
+    """
+    compiled: list[Any] = []
+
+    def initialize(env: Any) -> tuple[Any, Any]:
+        import mujoco
+
+        if not compiled:
+            compiled.append(kind._initialize_simulation(env)[0])
+        model = copy(compiled[0])
+        return model, mujoco.MjData(model)
+
+    return type(kind.__name__, (kind,), {"_initialize_simulation": initialize, "touching_object": _touching})
+
+
+def _touching(env: Any, geom: int) -> bool:
+    """Whether both fingers press on an object."""
+    contact, force = env.data.contact, env.data.efc_force
+    on_object = (contact.geom == geom).any(1)
+    fingers = (env.data.geom(name).id for name in ("leftpad_geom", "rightpad_geom"))
+    touches = (on_object & (contact.geom == finger).any(1) for finger in fingers)
+    return all(force[contact.efc_address[touch]].sum() > 0 for touch in touches)
 
 
 def _observation_space(config: MetaWorldConfig) -> gymnasium.Space:

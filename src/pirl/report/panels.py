@@ -156,7 +156,7 @@ SECTIONS = (
             ),
             Panel(metrics=("ript/rows", "ript/collected_rows"), title="Rows of a round", hint="of a batch, and in all"),
             Panel(metrics=("ript/updates",), hint="updates of a round"),
-            *_each("online/episodes", "online/env_steps", "online/replay_episodes"),
+            *_each("ript/env_steps", "online/episodes", "online/env_steps", "online/replay_episodes"),
         ),
     ),
     Section(

@@ -32,7 +32,7 @@ from pirl.rollout.rows import PlanRows, first_rows, minibatches, plan_rows
 
 _COLLECTED = "rollout/lost_episodes time/env_steps_per_second time/env_share time/policy_share time/occupancy"
 _ONLINE = "online/success_rate online/episodes online/env_steps online/replay_episodes"
-_RIPT = "ript/success_rate ript/attempted_groups ript/accepted_groups ript/collected_rows ript/updates"
+_RIPT = "ript/success_rate ript/env_steps ript/attempted_groups ript/accepted_groups ript/collected_rows ript/updates"
 _CURRICULUM = "curriculum/success_mean curriculum/solved_share curriculum/hopeless_share curriculum/entropy"
 LOGGED = {
     "data": ("time/stall_fraction",),
@@ -234,7 +234,7 @@ class GroupStream:
         self._batch_size, self._horizon, self._seed = batch_size, horizon, seed
         self._demonstrations, self._sharding = demonstrations, sharding
         self._attempted: list[Context] = []
-        self._episodes = 0
+        self._episodes = self._env_steps = 0
         self._moved_far = False
         self._latest: dict[str, float] = {}
 
@@ -251,10 +251,12 @@ class GroupStream:
         outcomes = [(context, _successes(group)) for context, group in groups]
         self._curriculum.update([(context, int(sum(won)), int(len(won) - sum(won))) for context, won in outcomes])
         won = [success for _, successes in outcomes for success in successes]
+        self._env_steps += sum(len(rollout.episode) for _, group in groups for rollout in group)
         self._latest = {
             **self._collector.close_round(),
             **self._curriculum.metrics(),
             "ript/success_rate": float(np.mean(won)) if won else 0.0,
+            "ript/env_steps": float(self._env_steps),
             "ript/attempted_groups": float(len(groups)),
             "ript/accepted_groups": float(len(lesson.groups)),
             "ript/collected_rows": float(0 if rows is None else len(rows)),
@@ -346,6 +348,7 @@ class GroupStream:
             "curriculum": self._curriculum.state(),
             "attempted": [[context.task, context.init] for context in self._attempted],
             "episodes": self._episodes,
+            "env_steps": self._env_steps,
             **({} if self._demonstrations is None else {"data": self._demonstrations.state()}),
         }
 
@@ -354,7 +357,7 @@ class GroupStream:
         self._collector.restore(state["collector"])
         self._curriculum.restore(state["curriculum"])
         self._attempted = [Context(task, int(init)) for task, init in state["attempted"]]
-        self._episodes = int(state["episodes"])
+        self._episodes, self._env_steps = int(state["episodes"]), int(state.get("env_steps", 0))
         if self._demonstrations is not None:
             self._demonstrations.restore(state["data"])
 
