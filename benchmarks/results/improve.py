@@ -90,6 +90,8 @@ def loop(args: argparse.Namespace, folder: Path, seed: int, name: str) -> None:
     steps = ["--max-steps", str(args.steps), "--policy-schedule.decay-steps", str(args.steps)]
     # Success is measured once, by the loop's own check.
     steps += ["--evaluation.interval", str(args.steps), "--evaluation.episodes", "8"]
+    if arm.recipe == "acrlpd_tabletop":
+        steps += ["--agent.actor-warmup", "hold"]
     settings = {
         "folder": str(place),
         "recipe": arm.recipe,

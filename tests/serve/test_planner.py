@@ -12,7 +12,8 @@ import pytest
 
 from acting_runs import save_run, walking
 from golden_data import FAMILIES
-from pirl.agents.config import BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.build import build_agent
 from pirl.data.create import create_tokenizer
 from pirl.data.robots import ROBOTS
 from pirl.data.writer import LeRobotWriter
@@ -24,6 +25,7 @@ from pirl.serve.config import ServeConfig
 from pirl.serve.load import loader
 from pirl.serve.planner import LONGEST_PROMPT, PlannedChunk, Planner, example
 from pirl.serve.shadow import Shadow, shadow
+from pirl.training.acting import open_checkpoint
 from serving_runs import SEEN, load
 from small_pi0 import SMALL
 
@@ -121,6 +123,31 @@ def recorded(tmp_path: Path, planner: Planner) -> Path:
             columns = {"observation.state": states, "action": np.array(actions, np.float32)[:7]}
             writer.add_episode(columns, task="go")
     return tmp_path / "walks"
+
+
+def test_candidates_share_one_encoding(tmp_path: Path) -> None:
+    """Plain and guided, the program of best of 8 does eight times what follows the prefix, and the prefix once."""
+    model = replace(SMALL, cameras=(), action_dim=2, vocab_size=512, max_token_len=64, horizon=4)
+    config = walking(tmp_path, ACRLPDConfig(actor="best_of_n", num_action_samples=2, augment=False))
+    config = replace(config, model=model, data=replace(config.data, tokenizer="byte"), exp_name="shared")
+    acting = open_checkpoint(save_run(config, {5: 0.5}))
+    agent = build_agent(acting.found.config)
+    plans = {}
+    for count in (1, 8):
+        planner = load(acting.found.folder, best_of=count, settings={"max_batch": 1})(None)
+        plans[count] = [operations(program) for program in planner._programs.values()]
+        row = planner.row(SEEN, number=(0, 0))
+    inputs = jax.tree.map(lambda leaf: leaf[None], dict(row.inputs))
+    encode = jax.jit(lambda state, inputs: agent.policy.encode(state.policy, Observation.from_dict(inputs)))
+    prefix = operations(encode.lower(acting.state, inputs).compile())
+    for one, eight in zip(plans[1], plans[8], strict=True):
+        assert one > prefix
+        assert eight < 8 * one - 6 * prefix, "the candidates are encoded apart"
+
+
+def operations(program: Any) -> float:
+    """Of a compiled program, by XLA's own count."""
+    return float(program.cost_analysis()["flops"])
 
 
 def test_shadow_mode_measures_the_distance_to_what_was_done(planner: Planner, recorded: Path) -> None:

@@ -6,12 +6,13 @@ and the actor's loss.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from pirl.agents import corrections
 from pirl.agents.agent import Agent, Metrics, Parts, TrainState
@@ -202,10 +203,8 @@ class QChunking(ChunkCritic):
         critic, target, critic_opt, info = self.update_critic(
             state, aux.inputs, aux.candidates, successor, batch, keys["critic"]
         )
-        params, opt = {"critic": critic}, {"critic": critic_opt}
-        for name, gradient in grads.items():
-            learner = self.policy_learner if name == "policy" else replace(self.policy_learner, mask=None)
-            params[name], opt[name] = learner.step(state.params[name], gradient, state.opt[name])
+        params, opt = self.stepped(state, grads)
+        trained = params | {"critic": critic}
         learners = {"policy": self.policy_learner, "critic": self.critic_learner}
         metrics = {
             "actor/loss": loss,
@@ -216,13 +215,26 @@ class QChunking(ChunkCritic):
         new = replace(
             state,
             step=state.step + 1,
-            params=params,
+            params=trained,
             target=self.followed(state, params["policy"]) | {"critic": target},
-            ema={name: learners[name].average(average, params[name]) for name, average in state.ema.items()},
-            opt=opt,
+            ema={name: learners[name].average(average, trained[name]) for name, average in state.ema.items()},
+            opt=opt | {"critic": critic_opt},
             scalars=self.adapted(state, aux),
         )
         return new, metrics
+
+    def stepped(self, state: TrainState, grads: dict[str, Params]) -> tuple[dict[str, Params], dict[str, Any]]:
+        """(weights, optimizer states) of every group but the critic; a policy that holds waits for the critic."""
+        params, opt = {}, {}
+        holds, is_open = self.config.actor_warmup == "hold", self.actor_open(state)
+        for name, gradient in grads.items():
+            learner, old = self.policy_learner, state.params[name]
+            learner = learner if name == "policy" else replace(learner, mask=None)
+            if holds:  # nothing for the moments to remember; schedules go on
+                gradient = jax.tree.map(lambda g: jnp.where(is_open, g, 0), gradient)
+            new, opt[name] = learner.step(old, gradient, state.opt[name])
+            params[name] = jax.tree.map(partial(_once, is_open), new, old) if holds else new
+        return params, opt
 
     def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:
         """What `update` with the same key descends on first, as one number with its parts: total = critic + actor.
@@ -285,6 +297,11 @@ class QChunking(ChunkCritic):
         """Plain samples."""
         noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
         return flow.sample(self.policy, state.policy, context, noise, num_steps=self.acting_steps, steer=steer)
+
+
+def _once(is_open: Bool[Array, ""], new: Array, old: Array) -> Array:
+    """The new one when open; what is frozen is the same array in both, and stays that."""
+    return new if new is old else jnp.where(is_open, new, old)
 
 
 def _named(key: Array) -> dict[str, Array]:

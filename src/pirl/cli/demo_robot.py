@@ -37,6 +37,7 @@ def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> 
         "train": [
             *("--max-steps", steps, "--policy-schedule.decay-steps", steps),
             *("--evaluation.interval", steps, "--evaluation.episodes", "8"),
+            *("--agent.actor-warmup", "hold"),
             *("--data.assets-dir", str(folder / "assets")),
         ],
         "serve": ["--max-rate", "10000", "--max-batch", "1"],

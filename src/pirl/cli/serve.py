@@ -184,7 +184,8 @@ def _serve(args: argparse.Namespace, planners: Any, settings: Any) -> int:
     from pirl.errors import PirlWarning
     from pirl.serve.server import PolicyServer
 
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
+    style = "%(asctime)s %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=style, force=True)  # libraries set their own
     logging.getLogger("pirl.serve").setLevel(logging.INFO)
     logging.getLogger("pirl.serve.websockets").setLevel(logging.WARNING)
     if not settings.is_local and settings.api_key is None:

@@ -182,9 +182,8 @@ def _train(config: LoopConfig, now: State, folder: Path, doing: Say) -> str:
         *("--exp-name", name, "--init-weights", now.base, "--seed", str(config.seed + now.number)),
         *("--checkpoint.base-dir", str(runs), "--data-path", *datasets),
         *config.train,
+        *("--resume", "auto"),  # a run that ended before its first checkpoint starts again
     )
-    if list(runs.glob(f"*/{name}")):
-        command.append("--resume")
     doing(f"train from {now.base} on {len(datasets)} datasets")
     processes.run(command, folder / "train.log")
     return str(state.write_part(folder, "trained", {"checkpoint": str(newest_step(runs, name))})["checkpoint"])

@@ -11,6 +11,7 @@ Beyond the original it reconnects, gives up on a server that does not answer, an
 import contextlib
 import http
 import itertools
+import ssl
 import time
 import uuid
 from collections.abc import Mapping
@@ -146,6 +147,9 @@ class PolicyClient:
                 if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
                     raise ServerError(f"{self._uri}: refused ({status})", hint="check the API key") from error
                 problem: Exception = error
+            except ssl.SSLCertVerificationError as error:
+                hint = "trust the server's certificate: SSL_CERT_FILE=cert.pem"
+                raise ServerError(f"{self._uri}: {error.verify_message}", hint=hint) from error
             except (OSError, WebSocketException, WireError) as error:
                 problem = error
             self._drop()  # a server that accepted and then said nothing
