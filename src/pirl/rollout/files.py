@@ -1,7 +1,7 @@
 """Stores the finished episodes of an unfinished collection, so that an interrupted run loses only running ones.
 
-One `.npz` per episode, named by its number and a hash of its content: written once, distinct from another history of
-the run, and refused if damaged.
+One `.npz` per episode, named by its number and a hash of its content: writing is idempotent, diverging histories of a
+run do not collide, and damaged files are refused.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from pirl.names import EPISODE_FILE
 from pirl.records import Array, Context, Episode, Rollout
 
 ROLLOUTS = "rollouts"
-"""In a run's folder: episodes of collections and evaluations under way."""
+"""Subfolder of a run for episodes of unfinished collections and evaluations."""
 _EPISODE = ("state", "actions", "rewards", "terminated", "truncated", "intended")
 
 
 def save_rollouts(directory: Path, rollouts: Iterable[Rollout]) -> list[str]:
-    """Write missing episodes; return the names for `load_rollouts`."""
+    """Write the episodes that are not on disk yet; return all names, for `load_rollouts`."""
     names = []
     for rollout in rollouts:
         arrays = _arrays(rollout)
@@ -39,7 +39,7 @@ def load_rollouts(directory: Path, names: Iterable[str]) -> list[Rollout]:
 
 
 def delete_rollouts(directory: Path, keep: Iterable[str] = ()) -> None:
-    """Remove all episodes but those named, and what killed processes left of some."""
+    """Delete all episode files except `keep`, including partial files of killed processes."""
     kept = set(keep)
     for path in directory.glob("*"):
         if EPISODE_FILE.fullmatch(path.name) and path.name not in kept:
