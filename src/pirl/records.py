@@ -13,8 +13,8 @@ from pirl.names import TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK
 Array = np.ndarray
 
 DEMONSTRATED, AUTONOMOUS, BLAMED, CORRECTED = range(4)
-"""Who chose an action (`ChunkBatch.acted_by`): a demonstrator (also without takeover data), the policy, the policy
-shortly before a takeover (`data.takeover_window`), or the operator who took over."""
+"""Who chose an action (`ChunkBatch.acted_by`): a demonstrator (all actions of episodes without `intervention`), the
+policy, the policy shortly before a takeover (`data.takeover_window`), or the operator who took over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class ChunkBatch(TypedDict, total=False):
     """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that use corrections;
     steps outside the episode repeat the last one."""
     episode: Int[Array, "B"]
-    """Identifier of the episode: a hash of its actions."""
+    """An identifier of the episode, a function of its actions alone."""
     task: Int[Array, "B"]
     """Identifier of the instruction within the dataset, for algorithms with per-task statistics."""
     task_steps: Int[Array, "B"]
