@@ -21,15 +21,15 @@ from pirl.report.scales import duration, percent, size
 from pirl.report.style import SCRIPT, style
 
 GENERATOR = "pirl report"
-"""Marks a page as written by pirl, so that it may be replaced."""
+"""Marks a page as pirl's, so that it may be overwritten."""
 Part = tuple[str, str, Sequence[Markup | None]]
-"""Id, title and content of a section."""
+"""(id, title, content) of a section."""
 
 
 def build_page(runs: Sequence[Run], recipes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page about one or several runs. The same files give the same page.
+    """The page about one or several runs; deterministic given their files.
 
-    `recipes` are the configurations the runs' own are compared with, as plain data, by the recipe's name.
+    `recipes` maps recipe names to configurations (plain data) with which the runs' own are compared.
     """
     names = Names(runs)
     found: list[str] = []
@@ -57,7 +57,7 @@ def write_report(runs: Sequence[Path], file: Path) -> Path:
 
 
 def write_page(file: Path, page: str) -> Path:
-    """Write it whole or not at all; in the place of an earlier report, but of nothing else."""
+    """Write a page atomically; overwrites an earlier report, but no other file."""
     file = file.expanduser()
     try:
         if file.exists() and not is_report(file):
@@ -69,7 +69,7 @@ def write_page(file: Path, page: str) -> Path:
 
 
 def is_report(file: Path) -> bool:
-    """Was it written here?"""
+    """Whether pirl wrote the file."""
     with file.open("rb") as opened:
         return f'<meta name="generator" content="{GENERATOR}">'.encode() in opened.read(1000)
 
@@ -77,7 +77,7 @@ def is_report(file: Path) -> bool:
 def _parts(
     runs: Sequence[Run], names: Names, recipes: Mapping[str, Mapping[str, Any]], notes: list[str]
 ) -> Iterator[Part]:
-    """Every section there could be; those without content are left out by the caller."""
+    """All possible sections; the caller drops those without content."""
     over = Steps(runs)
     if len(runs) > 1:
         heading = "Before and after" if any(run.success(0) for run in runs) else "Runs"
@@ -98,7 +98,7 @@ def _parts(
 
 
 def _cards(run: Run) -> Markup:
-    """The numbers one looks for first."""
+    """The headline numbers: success, steps, episodes, time."""
     cards: list[tuple[str, Markup | None, str]] = []
     first, last = run.success(0), run.success(-1)
     if first is not None and last is not None:
@@ -119,7 +119,7 @@ def _cards(run: Run) -> Markup:
 
 
 def _switches(names: Sequence[str]) -> Markup:
-    """Boxes that hide and show runs; they work by style alone."""
+    """Checkboxes that hide and show runs, in CSS alone."""
     boxes = (
         element("label", element("input", type="checkbox", id=f"show{i}", checked=True), name, class_=f"c{i % COLOURS}")
         for i, name in enumerate(names)
@@ -128,7 +128,7 @@ def _switches(names: Sequence[str]) -> Markup:
 
 
 def _evaluations(runs: Sequence[Run]) -> list[tuple[int, Evaluation]]:
-    """Every evaluation once, with its run's colour; in grey those that runs of other pages were compared with."""
+    """(colour, evaluation), each once: in its run's colour, or grey for evaluations of runs not on this page."""
     own = [(i % COLOURS, evaluation) for i, run in enumerate(runs) for evaluation in run.evaluations]
     asked = [evaluation.asked for _, evaluation in own]
     others = []
@@ -201,7 +201,7 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Markup]:
 
 
 def _document(title: str, runs: Sequence[Run], body: Iterable[Child]) -> str:
-    """The frame. The policy forbids every request, and every script but this one."""
+    """The HTML document. Its content security policy forbids all requests and all scripts but this one."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; media-src data:"

@@ -1,4 +1,4 @@
-"""Which metrics share a chart, in which section, and what to look for. Unlisted metrics come last."""
+"""Assigns metrics to charts and sections, with hints on what to look for. Unlisted metrics come last."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -199,7 +199,7 @@ _KNOWN |= {f"held_out/auc_phase_{number}" for number in range(1, 6)}  # drawn by
 
 
 def sections(metrics: Iterable[str]) -> Iterator[Section]:
-    """The sections that have something to show, with the panels that do; then one with all other metrics."""
+    """The sections and panels that have metrics, then a section with all unlisted metrics."""
     there = sorted(set(metrics))
     for section in SECTIONS:
         panels = tuple(
