@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             "comparison": _comparison(*evaluated.values()),
         }
     text = _write(out / FILE, result)
-    if args.video:  # only now: what can go wrong here must not cost the results
+    if args.video:  # after the results are written: filming must not lose them
         for name, seen in films.items():
             _film(seen.rollouts, found.config.env, pool.info.fps, out / name)
     if args.json:
@@ -116,9 +116,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _changed(config: Any, args: argparse.Namespace) -> Any:
-    """The checkpoint's configuration with the flags of this command line.
+    """The checkpoint's configuration with this command line's flags.
 
-    `rollout.best_of` is for collecting; what is evaluated is what training evaluates, by default a plain sample.
+    best_of defaults to that of evaluations during training (1: plain samples), not to `rollout.best_of`, which is for
+    collection.
     """
     changes = {"best_of": 1 if config.evaluation is None else config.evaluation.best_of}
     names = ("best_of", "execute", "num_envs", "backend")
@@ -134,7 +135,7 @@ def _changed(config: Any, args: argparse.Namespace) -> Any:
 
 
 def _default_folder(args: argparse.Namespace, found: Any, other: Any = None) -> Path:
-    """In the run, named after what was asked; for weights that are not in a run of ours, here."""
+    """A folder in the run, named after step, split, best_of and comparison; in the working directory without a run."""
     name = f"{found.folder.name}-{args.split}"
     if found.config.rollout.best_of > 1:
         name += f"-best-of-{found.config.rollout.best_of}"
@@ -144,7 +145,7 @@ def _default_folder(args: argparse.Namespace, found: Any, other: Any = None) -> 
 
 
 def _own_folder(folder: Path, asked: Mapping[str, Any], *, overwrite: bool) -> Path:
-    """The folder, or one beside it where that holds the results of other episodes or another seed."""
+    """The folder, or a sibling if it holds results for another number of episodes or another seed."""
     import json
 
     try:
@@ -158,7 +159,7 @@ def _own_folder(folder: Path, asked: Mapping[str, Any], *, overwrite: bool) -> P
 
 
 def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
-    """What decides the result: two evaluations with the same of it are the same."""
+    """The settings that determine the result."""
     from pirl.config_io import tag, to_dict
 
     config = found.config
@@ -179,7 +180,7 @@ def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
 
 
 def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Before an hour of simulation: is the place free, or that of this very evaluation? Files of others stay."""
+    """Raise before simulating if the output exists and is not of this same evaluation; never replaces foreign files."""
     import json
 
     from pirl.errors import EnvError
@@ -204,7 +205,7 @@ def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> N
 
 
 def _evaluate(args: argparse.Namespace, found: Any, pool: Any, films: Any) -> Any:
-    """Load one checkpoint and act out all contexts; `films` takes what it wants. Its weights are freed at the end."""
+    """Load a checkpoint and run all contexts; `films` gets every rollout. The weights are freed afterwards."""
     from pirl.rollout.contexts import fixed_contexts
     from pirl.rollout.evaluate import evaluate
     from pirl.training.acting import load_acting
@@ -226,7 +227,7 @@ def _evaluate(args: argparse.Namespace, found: Any, pool: Any, films: Any) -> An
 
 
 def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None:
-    """Videos and a filmstrip; those of another evaluation go."""
+    """Write videos and a filmstrip; deletes those of an earlier evaluation."""
     import warnings
 
     from pirl.envs.make import make_env
@@ -238,7 +239,7 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
         old.unlink()
     try:
         env = make_env(env_config)
-    except PirlError:  # it runs elsewhere
+    except PirlError:  # the simulator is not installed here
         env = None
     films = write_films(rollouts, env, out, fps=fps)
     if env is not None:
@@ -248,7 +249,7 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
 
 
 def _films(out: Path) -> list[Path]:
-    """The films of an evaluation and their strip."""
+    """An evaluation's video files and filmstrip."""
     films = [path for path in sorted(out.glob("*.mp4")) if re.fullmatch(r"(success|failure)-\d{4,}\.mp4", path.name)]
     return films + [path for path in (out / STRIP,) if path.exists()]
 
@@ -278,11 +279,11 @@ def _write(file: Path, result: Mapping[str, Any]) -> str:
 
 
 def _show(result: Mapping[str, Any], evaluated: Mapping[str, Any], out: Path) -> None:
-    """Tables and where the files are."""
+    """Print tables and the files' paths."""
     from rich.console import Console
 
     console = Console(markup=False, emoji=False)
-    if not console.is_terminal:  # nobody's window: do not break lines
+    if not console.is_terminal:  # do not wrap lines in a file or pipe
         console = Console(width=160, markup=False, emoji=False)
     for name, evaluation in evaluated.items():
         of = result[name] if name else result

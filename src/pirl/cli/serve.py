@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, compile, then serve until stopped; or compare with a dataset."""
+    """Load, compile and serve until stopped; or compare with a dataset, or fit novelty."""
     _check_extra()
     from pirl.recipes import load
     from pirl.serve.load import loader
@@ -139,7 +139,7 @@ def _settings(args: argparse.Namespace) -> Any:
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """The key; never from the command line, where other users could read it."""
+    """The API key from a file or the environment; not from the command line, which other users can read."""
     from pirl.errors import ConfigError
 
     if file is None:
@@ -238,7 +238,7 @@ def _recorder(args: argparse.Namespace, server: Any) -> Any:
 
 
 def _fit_novelty(args: argparse.Namespace, recipe: Any) -> int:
-    """What the checkpoint sees of its data, stored beside its weights."""
+    """Store features of the training data for the novelty check."""
     from pirl.serve.novelty import FILE, fit_dataset
     from pirl.training.acting import find_checkpoint, load_acting
 
@@ -253,7 +253,7 @@ def _fit_novelty(args: argparse.Namespace, recipe: Any) -> int:
 
 
 def _shadow(args: argparse.Namespace, planners: Any) -> int:
-    """Compare with a recorded dataset, and print."""
+    """Compare with a recorded dataset and print the result."""
     import json
 
     from pirl.data import lerobot
@@ -279,13 +279,13 @@ def _shadow(args: argparse.Namespace, planners: Any) -> int:
 
 
 def _show(name: str, found: Any) -> None:
-    """Error by step of the chunk, and by action dimension."""
+    """Print errors by action dimension and by step of the chunk."""
     import numpy as np
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    if not console.is_terminal:  # nobody's window: do not break lines
+    if not console.is_terminal:  # do not wrap lines in a file or pipe
         console = Console(width=160)
     print(f"{name}: {found.chunks} chunks of {found.episodes} episodes, compared with the recorded actions")
     by_dim = Table("dimension", "error", "holding still", "spread of the data", title="mean over the chunk")

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, config: Any) -> None:
-    """Can trials of this configuration be compared?"""
+    """Raise if trials of this configuration cannot be compared, or the extra is missing."""
     import importlib.util
 
     from pirl.errors import ConfigError, MissingExtraError
@@ -150,7 +150,7 @@ def _write_page(study: Any, recipe: str, settings: Sequence[str]) -> None:
 
 
 def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
-    """The table, where everything is, and what to do next."""
+    """Print the table of trials, the output files and the next commands."""
     from rich.console import Console
     from rich.table import Table
 
@@ -158,7 +158,7 @@ def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
 
     search, best = study.search, study.best()
     console = Console(markup=False, emoji=False)
-    if not console.is_terminal:  # nobody's window: do not break lines
+    if not console.is_terminal:  # do not wrap lines in a file or pipe
         console = Console(width=200, markup=False, emoji=False)
     title = f"{search.config.name}/{search.study}: {search.metric}, 95 % interval"
     table = Table("trial", "value", "state", *search.space, title=title, title_justify="left")
@@ -175,7 +175,7 @@ def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
 
 
 def _next_commands(study: Any, recipe: str, settings: Sequence[str]) -> list[str]:
-    """Measure the best trial on test states; train it again, by flags or from its file."""
+    """Commands that evaluate the best trial on test states, and that train it again by flags or from its file."""
     import shlex
 
     from pirl.tune.results import BEST_FILE
@@ -194,7 +194,7 @@ def _next_commands(study: Any, recipe: str, settings: Sequence[str]) -> list[str
 
 
 def _without(settings: Sequence[str], taken: Any) -> list[str]:
-    """The flags of a command line but those that set what a search has found."""
+    """The command line's flags without those for searched settings."""
     kept: list[str] = []
     keeping = True
     for word in settings:
