@@ -1,4 +1,4 @@
-"""Fixtures of every test: the golden families, small policies."""
+"""Fixtures for all tests, and XLA flags that make them fast."""
 
 import os
 from importlib.metadata import version
@@ -30,7 +30,7 @@ LONGEST_FIRST = ("promises/test_tabletop", "promises", "parity", "e2e", "agents"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: a worker that begins one last keeps the others waiting."""
+    """Run long files first: started last, they would keep the other workers waiting."""
 
     def place(item: pytest.Item) -> int:
         path = item.path.as_posix()
@@ -50,6 +50,6 @@ def shapes_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=sorted(FAMILIES) or [None])
 def family(request: pytest.FixtureRequest) -> Family:
-    """Every model of the golden set in turn."""
+    """Each model of the golden set."""
     assert request.param is not None, f"no family folder with a config.json in {GOLDEN}"
     return FAMILIES[request.param]
