@@ -4,14 +4,14 @@ import os
 from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests spend their time compiling, not computing: half the optimisation, half the time. XLA's older way to make loops
-# takes a third of what is left; jaxlib 0.11 has it no more, and ends the process over a flag that it does not know.
+# Tests spend their time compiling: optimisation level 0 halves it, and XLA's older loop emitter takes a third of the
+# rest. jaxlib 0.11 no longer has that emitter, and aborts on an unknown flag.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
-# Programs this small take two threads as long as one. The other core is the other worker's.
+# Programs this small gain nothing from a second thread; leave the other core to the other pytest worker.
 os.environ.setdefault("PJRT_NPROC", "1")
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ import pytest
 
 from golden_data import FAMILIES, GOLDEN, Family
 
-# The same examples in every run: what failed once fails again. `--hypothesis-profile default` draws others.
+# The same examples in every run, so failures are reproducible. `--hypothesis-profile default` draws others.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 

@@ -145,7 +145,7 @@ class ChunkBatch(TypedDict, total=False):
     reward_sum: Float[Array, "B"]
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
-    """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
+    """Discounted return to the end of the episode; NaN if unknown because the episode was truncated."""
     acted_by: Int[Array, "B H"]
     """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that use corrections;
     steps outside the episode repeat the last one."""

@@ -114,7 +114,7 @@ class Agent:
     config: AgentConfig
     """Its settings."""
 
-    # What every algorithm defines
+    # Required for every algorithm
 
     @classmethod
     def build(cls, config: Any, parts: Parts) -> "Agent":
@@ -145,7 +145,7 @@ class Agent:
         """
         raise NotImplementedError(f"{type(self).__name__}.act")
 
-    # What most algorithms leave as it is
+    # Defaults that fit most algorithms
 
     def choose(
         self,

@@ -88,7 +88,7 @@ class DSRL(FrozenPolicy):
         squash = 2 * (math.log(2) - u - jax.nn.softplus(-2 * u))
         return limit * jnp.tanh(u), (normal - squash - math.log(limit)).mean((2, 3))
 
-    # What it proposes
+    # Proposals
 
     def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Draws:
         """Noise for the prior and the actor, and the coin that selects between them."""
@@ -108,7 +108,7 @@ class DSRL(FrozenPolicy):
         noise = jnp.where(normal[..., None, None], jnp.clip(draws.prior, -limit, limit), own)
         return Proposal(inputs, token, self.sampled(state.policy, context, noise), noise)
 
-    # What it learns
+    # Learning
 
     def noise_scores(
         self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]

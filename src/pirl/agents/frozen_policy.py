@@ -67,7 +67,7 @@ class FrozenPolicy(ChunkCritic):
             "actor_learner": Learner(tx=parts.policy_learner.tx),
         }
 
-    # What an algorithm says
+    # Defined by subclasses
 
     def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Any:
         """Random numbers for chunks of `shape` (B, N, H, A); batch-first."""

@@ -30,7 +30,7 @@ def stays_open(measured: Mapping[str, float], gate: Share, *, was_open: bool) ->
 
 
 def said(measured: Mapping[str, float], *, is_open: bool) -> str:
-    """The reason, in one line."""
+    """The gate's decision with its reason, as one line."""
     found = [f"{name} {measured[name]:.3g}" for name in (RANK, AUC) if name in measured]
     reason = ", ".join(found) or f"{RANK} is unknown: there are no held-out episodes, or their returns do not vary"
     return f"{reason}: the actor {'follows the critic' if is_open else 'imitates, the critic does not know enough'}"

@@ -93,7 +93,7 @@ class QChunking(ChunkCritic):
             flow_steps=parts.flow_steps,
         )
 
-    # What an actor adds
+    # Defined by subclasses
 
     def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
         """(loss, aux). The loss is a plain mean over samples; one prefix pass serves candidates, flow and critic."""

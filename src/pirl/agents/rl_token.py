@@ -86,7 +86,7 @@ class RLToken(FrozenPolicy):
         limit, cut = self.config.edit_limit, noise[:, :, : edits.shape[2], : edits.shape[3]]
         return jnp.clip(edits + self.config.exploration * cut, -limit, limit)
 
-    # What it proposes
+    # Proposals
 
     def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Draws:
         """Initial noise of the flow, and noise of the edits."""
@@ -109,7 +109,7 @@ class RLToken(FrozenPolicy):
         edits = self.edits(state.params["actor"], proposal.token, proposal.inputs.state, proposal.chunks)
         return jax.lax.stop_gradient(self.edited(proposal.chunks, edits))
 
-    # What it learns
+    # Learning
 
     def actor_loss(
         self, actor: Params, critic: Params, proposal: Proposal, dropped: Bool[Array, "B N"]

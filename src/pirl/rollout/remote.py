@@ -122,7 +122,7 @@ def _request(verb: str, *args: Any, **options: Any) -> bytes:
 
 
 class _Seat:
-    """The place of one worker and its successors."""
+    """Manages one worker and its replacements."""
 
     def __init__(self, launch: Callable[[], Worker], opening: bytes, timeout: float, start_timeout: float) -> None:
         self.restarts = 0

@@ -134,7 +134,7 @@ def calibration_gap(bins: tuple[Bin, ...]) -> float:
 def masked_means(
     error: Float[Array, "n H A"], valid: Float[Array, "n H"]
 ) -> tuple[float, Float[Array, "A"], Float[Array, "H"]]:
-    """(overall mean, mean per dimension, mean per step) over steps inside their episodes; NaN where there are none."""
+    """(overall mean, mean per dimension, mean per step) of the error over valid steps; NaN without any."""
     weight = valid[..., None]
     total = (error * weight).sum((0, 1))
     steps = (error.mean(-1) * valid).sum(0)

@@ -116,7 +116,7 @@ def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConf
         agent = replace(agent, accumulate=parts)
     else:
         return None
-    # With several devices the mesh is not chosen anew: fewer parts at a time would fit on fewer of them.
+    # Keep the mesh on several devices: choosing it again could shard the smaller parts over fewer of them.
     mesh = chosen.mesh if jax.device_count() > 1 else config.mesh
     changed = replace(config, model=model, agent=agent, mesh=mesh)
     return changed, Recovery(
