@@ -33,7 +33,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a folder's entries, so that they survive a power cut."""
+    """fsync a file or a folder's entries, so that a power cut does not lose them."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -62,7 +62,7 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Read all arrays of an `.npz` without unpickling; a damaged file raises OSError or ValueError."""
+    """Every array of an `.npz`, without unpickling. Raises OSError or ValueError for a damaged file."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}

@@ -45,5 +45,5 @@ HANDOVER_FILE = "openpi_config.py"
 SAFETENSORS_FILE = "model.safetensors"
 CHECKSUMS_FILE = "checksums.sha256"
 
-# A collected episode's file: number and content hash. Also matches the partial file of a killed process.
+# A collected episode beside a checkpoint: its number, a hash of its content. Also matches a killed process's leftovers.
 EPISODE_FILE = re.compile(r"\d{8,}-[0-9a-f]{16}\.npz|\.\d{8,}-[0-9a-f]{16}\.npz\.[0-9a-f]+\.tmp(\.npz)?")

@@ -10,7 +10,7 @@ from pirl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """An interval; never contains NaN."""
+    """An interval. NaN is in no interval."""
 
     low: int | float = -math.inf
     """Lower end."""
@@ -50,7 +50,7 @@ Inside = Annotated[float, Bounds(low=0, high=1, open_low=True, open_high=True)]
 Decay = Annotated[float, Bounds(low=0, high=1, open_high=True)]
 """From 0 to below 1."""
 Auto = Literal["auto"]
-"""Decided when the run starts; used as `Count | Auto`."""
+"""Chosen when the run starts: `Count | Auto`."""
 
 
 class OutOfRangeError(ConfigError):
@@ -61,12 +61,12 @@ class OutOfRangeError(ConfigError):
         self.problem, self.bounds = problem, bounds
 
     def inside(self, path: str) -> "OutOfRangeError":
-        """The same error with the setting's dotted path instead of its class."""
+        """The same error, naming the setting by its dotted path instead of its class."""
         return OutOfRangeError(path, self.problem, self.bounds)
 
 
 class Checked:
-    """Base of settings dataclasses: checks numbers, also inside tuples, against the ranges in their annotations."""
+    """Base of settings dataclasses: raises if a number, also in a tuple, is outside its type's `Bounds`."""
 
     def __post_init__(self) -> None:
         for name, bounds in bounds_of(type(self)).items():  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class Checked:
 
 @cache
 def bounds_of(cls: type) -> dict[str, Bounds]:
-    """Bounds by field, for fields whose annotation has them."""
+    """Bounds by field name, for fields that have any."""
     hints = get_type_hints(cls, include_extras=True)
     found = {name: _bounds(hint) for name, hint in hints.items()}
     return {name: bounds for name, bounds in found.items() if bounds is not None}

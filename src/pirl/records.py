@@ -152,7 +152,7 @@ class ChunkBatch(TypedDict, total=False):
     episode: Int[Array, "B"]
     """An identifier of the episode, a function of its actions alone."""
     task: Int[Array, "B"]
-    """Identifier of the instruction within the dataset, for algorithms with per-task statistics."""
+    """An identifier of the instruction within the dataset. For algorithms that treat each task separately."""
     task_steps: Int[Array, "B"]
     """Length of the longest episode with that instruction."""
     suffixed_prompts: Prompts
@@ -163,7 +163,7 @@ class Spec(NamedTuple):
     """One array of a batch."""
 
     shape: tuple[int, ...]
-    """Shape, batch first."""
+    """Its shape; the batch axis comes first."""
     dtype: str
     """NumPy's dtype name."""
 
@@ -174,7 +174,7 @@ BatchSpec = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The sizes that determine a batch's shapes."""
+    """The sizes that determine every batch's shapes."""
 
     batch: int
     """Number of samples."""
@@ -189,7 +189,7 @@ class BatchSizes:
     cameras: tuple[str, ...] = ()
     """Camera slots."""
     image_size: int = 224
-    """Side of the square images, letterbox included."""
+    """Side of an image, letterbox included."""
     token_len: int = 0
     """Prompt tokens; 0 without a prompt."""
 
@@ -264,5 +264,5 @@ class Rollout:
     frame_steps: Int[Array, "n"]
     """Steps with images: all of them, or those in `starts`."""
     notes: Mapping[str, Array] = field(default_factory=dict)
-    """An exploring policy's notes, one per plan in the order of `starts`. One extra entry for the last observation of a
-    truncated episode, if the algorithm bootstraps there (`last_look`)."""
+    """An exploring policy's notes, one entry per plan in the order of `starts`. If the policy values the last
+    observation of a truncated episode, there is one extra entry for it."""
