@@ -33,7 +33,7 @@ Metrics = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything a run trains. Groups are `policy` and, if the algorithm has one, `critic`."""
+    """Everything a run trains, by group: `policy`, usually `critic`, and further groups of the algorithm."""
 
     step: Any
     """Number of updates so far (int32 scalar)."""
@@ -160,7 +160,7 @@ class Agent:
         return Choice(self.act(state, observation, keys, best_of=best_of, steer=steer))
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
-        """Shapes and types of the batches for `update`."""
+        """Shapes and dtypes of the batches for `update`."""
         c = self.config
         return chunk_spec(
             sizes,

@@ -32,7 +32,7 @@ class FilmFile:
 
     file: Path
     size: int
-    """Bytes."""
+    """Size in bytes."""
     success: bool
     number: int
     """Number of the episode in the evaluation."""

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Total size in bytes."""
         return sum(take.film.size for take in self.takes)
 
 

@@ -11,13 +11,13 @@ class Panel:
     metrics: tuple[str, ...]
     hint: str = ""
     title: str = ""
-    """None given: the first metric's name."""
+    """Heading; if empty, the first metric's name."""
     share: bool = False
-    """From 0 to 1: drawn from 0 to 100 %."""
+    """Whether values are shares, drawn in per cent."""
 
     @property
     def heading(self) -> str:
-        """What stands above it."""
+        """The chart's heading."""
         return self.title or self.metrics[0]
 
 
@@ -30,7 +30,7 @@ class Section:
     about: str
     panels: tuple[Panel, ...]
     folded: bool = False
-    """Shown when asked for."""
+    """Whether it is collapsed at first."""
 
 
 def _each(*metrics: str) -> tuple[Panel, ...]:
@@ -43,7 +43,7 @@ EVALUATED = (
     Panel(metrics=("eval/return",), hint="mean return of the evaluated episodes"),
     Panel(metrics=("eval/length",), hint="mean steps of the evaluated episodes"),
 )
-"""Shown below success."""
+"""Charts shown below the success chart."""
 
 SECTIONS = (
     Section(

@@ -1,4 +1,4 @@
-"""From runs to charts: colours and dashes per run and metric, on one shared axis."""
+"""Makes charts from runs: colours and dashes per run and metric, on one shared axis."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

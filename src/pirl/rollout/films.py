@@ -1,8 +1,8 @@
 """Videos of episodes, and a filmstrip with time from left to right.
 
-An evaluation renders only what the policy sees. A film shows every step, larger if the environment can: it replays the
-episode's actions from its context. If the replay ends differently (or there is no environment), the film shows what the
-policy saw.
+An evaluation renders only what the policy sees. A film shows every step, larger if the environment can render so: it
+replays the episode's actions from its context. If the replay differs (or there is no environment), the film shows the
+policy's images.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from pirl.records import Array, Rollout
 
 STRIP = "filmstrip.png"
 LEAST_SIZE = 160
-"""Smaller images are enlarged to this, pixel by pixel."""
+"""Shortest side in pixels; smaller images are enlarged by repeating pixels."""
 GREEN, RED = (40, 160, 70), (205, 50, 50)
 _H264 = VideoEncoding(encoder="libx264", options={"crf": "18", "preset": "veryfast"})
 _CELL, _BORDER, _GAP, _LINE = 96, 3, 4, 16

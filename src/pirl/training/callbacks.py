@@ -1,4 +1,4 @@
-"""What happens around the updates of a run: metrics, evaluation, stopping early or on request, checkpoints."""
+"""Work around a run's updates: metrics, evaluation, early stopping, stop requests, checkpoints."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,7 +138,7 @@ class Callbacks:
         return state
 
     def interrupted(self, state: TrainState, step: int) -> None:
-        """Asked to stop while collecting, before any update of this step."""
+        """Handle a stop request during collection, before any update of this step: save if time allows."""
         self.stopped, self.ending = True, f"interrupted while collecting for step {step}; --resume continues"
         self.ending += self.saver.leave(state, step - 1, None)
 

@@ -15,7 +15,7 @@ class Patience:
         self._waited: int = (state or {}).get("waited", 0)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """The state to checkpoint."""
         return {"best": self._best, "waited": self._waited}
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ class DivergedError(PirlError):
     def __init__(self, message: str, *, hint: str = "", step: int = 0) -> None:
         super().__init__(message, hint=hint)
         self.step = step
-        """The step after which it was noticed."""
+        """The step after which it was detected."""
 
 
 def check_finite(values: Mapping[str, float | Sequence[float]], *, step: int) -> None:

@@ -70,7 +70,7 @@ def train(
 
 
 def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
-    """Keep the changes of earlier recoveries."""
+    """The configuration with the changes of earlier recoveries, with a warning."""
     known = recovered.read(config.run_dir)
     again = recovered.remembered(config, known)
     if changes := recovered.changes_between(config, again):
