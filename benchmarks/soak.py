@@ -1,13 +1,13 @@
-"""Soak test: train, evaluate, save and collect for hours; measures the growth of memory, descriptors, threads and disk.
+"""Training, evaluation, checkpoints and collection for hours: do memory, descriptors, threads, disk grow?
 
     python benchmarks/soak.py --hours 24 --out soak
     python benchmarks/soak.py --hours 0.1 --every 2      a try
 
 Records demonstrations on the tabletop, computes their statistics, and trains `acrlpd_tabletop_online` in one process
-until the time is over, collecting into a replay buffer, evaluating and saving all the time. Then it stops the run
-(SIGTERM); repeating the command resumes it. OUT/samples.jsonl gets a sample of the process's resources every few
-seconds; OUT/report.json has the growth per hour, from a linear fit over the second half, because caches and replay
-buffer fill in the first.
+until the time is over: it collects episodes into a replay buffer, evaluates and saves all the time. Then it asks the
+run to stop (SIGTERM); the same command goes on with it. A line in OUT/samples.jsonl says every few seconds what the
+process holds; OUT/report.json has the growth per hour, by a line through the second half: the first one fills caches
+and the replay buffer.
 """
 
 import argparse
@@ -78,10 +78,10 @@ def horizon() -> int:
 
 
 def sample(pid: int, run: Path) -> dict[str, float]:
-    """Resources held by the training process and its workers."""
+    """What the training process, and its workers, hold now."""
     family = [pid, *children(pid)]
     steps = [int(child.name) for child in entries(run) if child.name.isdecimal()]
-    files = [Path(folder) / name for folder, _, names in os.walk(run) for name in names]  # folders may vanish meanwhile
+    files = [Path(folder) / name for folder, _, names in os.walk(run) for name in names]  # folders may go meanwhile
     return {
         "time": time.time(),
         "step": max(steps, default=0),
@@ -127,7 +127,7 @@ def size(path: Path) -> int:
 
 
 def growth(file: Path) -> dict[str, object]:
-    """For each quantity: value at half time, last and largest value, and growth per hour over the second half."""
+    """First, last and largest value of each quantity, and its growth per hour over the second half."""
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     late = samples[len(samples) // 2 :]
     hours = np.array([one["time"] for one in late]) / 3600
