@@ -174,12 +174,14 @@ def make_agent(config: Pi0Config, row: Row, *, augment: bool) -> Agent:
     learner = Learner(tx=tx, mask=mask, ema_decay=None if row.what == "ript" else 0.99)
     policy, frozen = Pi0(config), row.rule in ("vlm_frozen", "expert_only")
     if row.what == "bc":
-        return BC(policy=policy, config=BCConfig(augment=augment), learner=learner, real_action_dim=real_dim(config))
+        return BC(
+            policy=policy, config=BCConfig(augment=augment), policy_learner=learner, real_action_dim=real_dim(config)
+        )
     if row.what == "ript":
         return RIPT(
             policy=policy,
             config=RIPTConfig(augment=augment),
-            learner=learner,
+            policy_learner=learner,
             real_action_dim=real_dim(config),
             encoder_frozen=frozen,
             compute_dtype=config.dtype,

@@ -40,8 +40,8 @@ if find_spec("av") is None:  # the data layer imports it for videos, and there a
     for part in ("av", "av.container", "av.video", "av.video.reformatter", "av.video.stream"):
         sys.modules[part] = MagicMock(__version__="0")
 
-from pirl import names
-from pirl.data.cache import CacheConfig, format_bytes, write_array
+from pirl import names, text
+from pirl.data.cache import CacheConfig, write_array
 from pirl.data.columns import STANDARD_FEATURES, V21, make_table, parse_features
 from pirl.data.config import DataConfig
 from pirl.data.create import create_transform
@@ -307,7 +307,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
         source, robot = open_dataset(args.dir or Path(scratch), config, args)
-        size, seconds = format_bytes(source.cache.nbytes), time.perf_counter() - began
+        size, seconds = text.size(source.cache.nbytes), time.perf_counter() - began
         print(f"{len(source)} episodes, {size} decoded, ready after {seconds:.0f} s", flush=True)
         with make_loader(source, robot, config, args) as loader:
             found = measure(loader, make_step(config, row, args), args)

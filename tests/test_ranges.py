@@ -7,6 +7,8 @@ from typing import Annotated, get_type_hints
 
 import pytest
 
+from pirl.agents.agent_config import AgentConfig
+from pirl.agents.config import ACRLPDConfig, FlowPPOConfig, RECAPConfig
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict
 from pirl.errors import ConfigError
@@ -75,3 +77,9 @@ def test_settings_with_ranges_check_them(module: str) -> None:
                 cls(**needed, **{name: (bad,) * len(default) if isinstance(default, tuple) else bad})
             tried += 1
     assert tried > 5
+
+
+@pytest.mark.parametrize("kind", [ACRLPDConfig, RECAPConfig, FlowPPOConfig])
+def test_values_need_rewards_that_differ(kind: type[AgentConfig]) -> None:
+    with pytest.raises(ConfigError, match="rewards lie between"):
+        kind(**{"reward_low": 1.0, "reward_high": 1.0})

@@ -42,6 +42,12 @@ _VOCABULARY = {"paligemma": 257_152, "byte": 259, "word": 512}
 """Vocabulary sizes of the named tokenizers; that of a tokenizer file is unknown here."""
 
 
+def check_name(what: str, name: str) -> None:
+    """Raise if a name cannot be that of a folder."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} is {name!r}", hint="it names a folder: letters, digits and . _ - + =, no slash")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop(Checked):
     """Early stopping."""
@@ -161,10 +167,7 @@ class RLTrainConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for what, value in (("name", self.name), ("exp_name", self.exp_name)):
-            if not _NAME.fullmatch(value):
-                raise ConfigError(
-                    f"{what} is {value!r}", hint="it names a folder: letters, digits and . _ - + =, no slash"
-                )
+            check_name(what, value)
         if self.init_weights is not None and self.init_weights.lower() in ("none", "null"):
             object.__setattr__(self, "init_weights", None)
         if self.eval_fn is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.eval_fn):

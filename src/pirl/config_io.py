@@ -20,6 +20,7 @@ import yaml
 
 from pirl.errors import ConfigError, did_you_mean
 from pirl.files import write_text
+from pirl.nested import flatten, nest
 from pirl.ranges import OutOfRangeError
 from pirl.trust import load_object, main_module
 
@@ -51,6 +52,11 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[T], data: Mapping[str, Any], *, base: T | None = None) -> T:
     """A dataclass from plain data. Missing settings come from `base`, or else from the defaults."""
     return _read_dataclass(cls, data, base, "")
+
+
+def with_settings(config: T, settings: Mapping[str, Any]) -> T:
+    """The dataclass with other values, by dotted path."""
+    return from_dict(type(config), nest(settings, "."), base=config)
 
 
 def to_yaml(config: Any, *, comments: bool = False) -> str:
@@ -95,8 +101,8 @@ def write_yaml(
 
 
 def diff(old: Any, new: Any) -> list[Change]:
-    """The settings that differ between two configurations, in field order."""
-    before, after = (dict(_leaves(to_dict(config))) for config in (old, new))
+    """The settings in which two configurations (dataclasses, or plain data) differ, in the order of their fields."""
+    before, after = (flatten(one if isinstance(one, Mapping) else to_dict(one), ".") for one in (old, new))
     pairs = ((path, before.get(path, ABSENT), after.get(path, ABSENT)) for path in before | after)
     return [Change(*pair) for pair in pairs if pair[1] != pair[2]]
 
@@ -263,14 +269,6 @@ def _expected(annotation: Any) -> str:
     if origin is tuple:
         return f"a list of {_expected(arguments[0])}" if arguments[-1] is ... else f"a list of {len(arguments)}"
     return f"the settings of {tag(annotation)}" if _is_dataclass(annotation) else kinds.get(annotation, str(annotation))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _yaml_lines(config: Any, comments: bool, indent: str, annotation: Any = None) -> Iterator[str]:

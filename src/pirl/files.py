@@ -72,6 +72,12 @@ def read_arrays(file: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
 def json_text(content: Any) -> str:
     """Indented JSON; NaN and infinities raise a ValueError."""
     return json.dumps(content, indent=2, allow_nan=False) + "\n"

@@ -329,13 +329,15 @@ def test_warm_up_is_behaviour_cloning(actor: str):
     """While the critic learns as ever, the policy takes the very step that BC takes with the same noise and times."""
     agent, batch = make(actor), make_batch()
     state = make_state(agent)
-    cloning = BC(policy=POLICY, config=BCConfig(mask_padding=True), learner=agent.policy_learner, real_action_dim=REAL)
+    cloning = BC(
+        policy=POLICY, config=BCConfig(mask_padding=True), policy_learner=agent.policy_learner, real_action_dim=REAL
+    )
     _, noise, time, *_ = jax.random.split(KEY, 6)
     inputs = (Observation.from_dict(batch["observations"]), batch["actions"], batch["valid"])
     draws = flow.draw(noise, time, batch["actions"], DRAWS)
     policy = state.params["policy"]
     for loss in (lambda p: cloning.loss(p, *inputs, draws).mean(), lambda p: agent.bc_loss(p, *inputs, draws)):
-        cloned, _ = cloning.learner.step(policy, jax.jit(jax.grad(loss))(policy), state.opt["policy"])
+        cloned, _ = cloning.policy_learner.step(policy, jax.jit(jax.grad(loss))(policy), state.opt["policy"])
         last, _ = updating(agent)(replace(state, step=jnp.int32(WARMUP - 1)), batch, KEY)
         close(last.params["policy"], cloned, rtol=1e-5, atol=1e-6)
     first, _ = updating(agent)(replace(state, step=jnp.int32(WARMUP)), batch, KEY)
@@ -629,7 +631,11 @@ def test_acting_is_the_critics_choice_among_separate_samples():
 
     # One candidate is a plain sample, BC's own.
     cloning = BC(
-        policy=POLICY, config=BCConfig(), learner=agent.policy_learner, real_action_dim=REAL, flow_steps=s.flow_steps
+        policy=POLICY,
+        config=BCConfig(),
+        policy_learner=agent.policy_learner,
+        real_action_dim=REAL,
+        flow_steps=s.flow_steps,
     )
     plain = act(state, observation, keys, best_of=1)
     close(plain, jax.jit(cloning.act)(state, observation, keys), rtol=0, atol=1e-6)

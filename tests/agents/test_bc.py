@@ -30,7 +30,7 @@ def make(*, accumulate: int = 1, mask_padding: bool = True, ema_decay: float | N
     return BC(
         policy=POLICY,
         config=BCConfig(flow_draws=DRAWS, mask_padding=mask_padding, ema_decay=ema_decay, accumulate=accumulate),
-        learner=Learner(tx=optax.sgd(RATE), ema_decay=ema_decay),
+        policy_learner=Learner(tx=optax.sgd(RATE), ema_decay=ema_decay),
         real_action_dim=REAL,
         flow_steps=4,
     )

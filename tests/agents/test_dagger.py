@@ -51,7 +51,7 @@ def make(*, accumulate: int = 1, mask_padding: bool = True, own: float = OWN) ->
         accumulate=accumulate,
     )
     learner = Learner(tx=optax.sgd(RATE), ema_decay=DECAY)
-    return DAgger(policy=POLICY, config=config, learner=learner, real_action_dim=REAL, flow_steps=4)
+    return DAgger(policy=POLICY, config=config, policy_learner=learner, real_action_dim=REAL, flow_steps=4)
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def test_what_led_to_a_takeover_is_not_learned() -> None:
 def test_on_demonstrations_it_is_behaviour_cloning(mask_padding: bool) -> None:
     agent, batch = make(mask_padding=mask_padding), make_batch() | {"acted_by": acted_by(("dddd",) * SIZE)}
     config = BCConfig(flow_draws=DRAWS, mask_padding=mask_padding, ema_decay=DECAY)
-    cloning = BC(policy=POLICY, config=config, learner=agent.learner, real_action_dim=REAL)
+    cloning = BC(policy=POLICY, config=config, policy_learner=agent.policy_learner, real_action_dim=REAL)
     found, expected = (jax.jit(one.update)(make_state(), batch, KEY)[0] for one in (agent, cloning))
     close(found, expected, rtol=1e-5, atol=1e-6)
 

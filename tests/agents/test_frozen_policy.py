@@ -385,7 +385,7 @@ def seen(states: Any) -> Observation:
 
 def plain(agent: FrozenPolicy, state: TrainState, here: Observation, keys: Any) -> Any:
     learner = Learner(tx=optax.sgd(0.1))
-    bc = BC(policy=agent.policy, config=BCConfig(), learner=learner, real_action_dim=REAL, flow_steps=4)
+    bc = BC(policy=agent.policy, config=BCConfig(), policy_learner=learner, real_action_dim=REAL, flow_steps=4)
     return bc.act(TrainState(step=0, params={"policy": state.params["policy"]}), here, keys)
 
 
@@ -501,7 +501,7 @@ def cloned() -> tuple[np.ndarray, np.ndarray, Any]:
     bc = BC(
         policy=LEARNING,
         config=BCConfig(flow_draws=4, ema_decay=None),
-        learner=Learner(tx=optax.adam(3e-3)),
+        policy_learner=Learner(tx=optax.adam(3e-3)),
         real_action_dim=DIM,
     )
     keys = jax.random.split(KEY, 2 * ROUNDS)

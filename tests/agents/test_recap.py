@@ -435,7 +435,7 @@ def test_settings_that_contradict_each_other_are_told() -> None:
 def filtering(*, accumulate: int = 1) -> Filtered:
     config = FilteredConfig(share=SHARE, flow_draws=DRAWS, mask_padding=True, ema_decay=DECAY, accumulate=accumulate)
     learner = Learner(tx=optax.sgd(POLICY_RATE), ema_decay=DECAY)
-    return Filtered(policy=POLICY, config=config, learner=learner, real_action_dim=REAL, flow_steps=4)
+    return Filtered(policy=POLICY, config=config, policy_learner=learner, real_action_dim=REAL, flow_steps=4)
 
 
 def test_filtered_imitation_is_numpys() -> None:

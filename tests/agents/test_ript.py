@@ -42,7 +42,7 @@ def make(loss: str = "nft", *, decay: float | None = DECAY, **changes) -> RIPT:
         warnings.simplefilter("ignore", PirlWarning)
         config = RIPTConfig(loss=loss, flow_draws=DRAWS, ema_decay=decay, **(given | changes))
     learner = Learner(tx=optax.sgd(RATE), ema_decay=decay)
-    return RIPT(policy=POLICY, config=config, learner=learner, real_action_dim=REAL, flow_steps=STEPS)
+    return RIPT(policy=POLICY, config=config, policy_learner=learner, real_action_dim=REAL, flow_steps=STEPS)
 
 
 @functools.cache
@@ -299,7 +299,7 @@ def tiny_pi0(loss: str, rule: str = "vlm_frozen") -> RIPT:
     return replace(
         make(loss, decay=None, bc_weight=0.0),
         policy=Pi0(config),
-        learner=Learner(tx=optax.sgd(RATE), mask=mask),
+        policy_learner=Learner(tx=optax.sgd(RATE), mask=mask),
         encoder_frozen=True,
     )
 
@@ -325,7 +325,7 @@ def test_frozen_weights_stay_and_are_not_copied():
     agent = tiny_pi0("cfg", "expert_only")
     state, batch = jax.jit(agent.init)(KEY), pictured(agent, 2)
     new, _ = jax.jit(agent.update)(state, batch, KEY)
-    flags, before, after = flatten(agent.learner.mask), *(flatten(s.params["policy"]) for s in (state, new))
+    flags, before, after = flatten(agent.policy_learner.mask), *(flatten(s.params["policy"]) for s in (state, new))
     assert not flags["action_in_proj/bias"]
     assert set(flatten(state.target["policy"])) == {path for path, trains in flags.items() if trains}
     assert all(same(before[path], after[path]) for path, trains in flags.items() if not trains)
@@ -339,7 +339,7 @@ def test_frozen_weights_stay_and_are_not_copied():
 def test_the_rollout_policy_costs_two_bytes_per_weight_that_trains():
     config = get_preset("pi0")
     mask = trainable_mask(pi0.param_shapes(config), config, "vlm_frozen")
-    agent = replace(tiny_pi0("nft"), policy=Pi0(config), learner=Learner(tx=optax.sgd(RATE), mask=mask))
+    agent = replace(tiny_pi0("nft"), policy=Pi0(config), policy_learner=Learner(tx=optax.sgd(RATE), mask=mask))
     target = jax.eval_shape(replace(agent, compute_dtype=config.dtype).init, KEY).target["policy"]
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target))
     assert 3e8 < count(jax.tree.leaves(target)) < 3.3e8

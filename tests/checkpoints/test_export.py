@@ -12,7 +12,7 @@ import pytest
 import safetensors
 
 from pirl import __version__
-from pirl.checkpoints.compare import shapes_of
+from pirl.checkpoints.compare import leaf_shapes
 from pirl.checkpoints.inspect import describe, render
 from pirl.checkpoints.openpi import save_openpi
 from pirl.checkpoints.pytorch import merge_lora, save_pytorch, state_dict_layout
@@ -99,7 +99,7 @@ def test_an_empty_tree_is_refused(tmp_path: Path) -> None:
 def test_the_torch_file_holds_the_state_dict_once(family: str, tmp_path: Path) -> None:
     params = load_openpi(run_of(family))
     folder = save_pytorch(params, tmp_path / "pt", action_horizon=7, norm_stats={"robot": STATS})
-    layout = state_dict_layout(shapes_of(params))
+    layout = state_dict_layout(leaf_shapes(params))
     with safetensors.safe_open(folder / "model.safetensors", framework="np") as stored:
         names = set(stored.keys())
         # One of the two tied names, as PyTorch saves them and as OpenPI's strict loader wants them.

@@ -9,9 +9,8 @@ from pirl.checkpoints.openpi import save_openpi
 from pirl.checkpoints.ownership import foreign_in_run, is_export
 from pirl.checkpoints.run import Checkpoints
 from pirl.checkpoints.run_directory import prepare_directory
-from pirl.data.replay import prune
+from pirl.data.episode_store import keep_only
 from pirl.errors import CheckpointError, EnvError
-from pirl.rollout.files import delete_rollouts
 from pirl.training.config import CheckpointConfig
 from pirl.tune.results import drop_checkpoints
 
@@ -110,14 +109,10 @@ def test_episodes_are_pruned_by_their_names(tmp_path: Path) -> None:
         ".00000002-0123456789abcdef.npz.0123456789ab.tmp.npz",
         "00000001-0123456789abcdef.npz",
     )
-    for clean in (
-        lambda: prune(tmp_path, [{"episodes": [kept]}]),
-        lambda: delete_rollouts(tmp_path, [kept]),
-    ):
-        for name in (mine, ".mine.tmp", kept, stale, "00000009-0123456789abcdef.npz"):
-            (tmp_path / name).write_text("")
-        clean()
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp", kept, mine]
+    for name in (mine, ".mine.tmp", kept, stale, "00000009-0123456789abcdef.npz"):
+        (tmp_path / name).write_text("")
+    keep_only(tmp_path, [kept])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp", kept, mine]
 
 
 def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
@@ -160,17 +155,17 @@ def test_a_folder_with_the_name_of_an_interrupted_export_is_looked_into(name: st
 
 
 def test_an_evaluation_replaces_only_an_evaluation(tmp_path: Path) -> None:
-    from pirl.cli.eval import _check_target, _films
+    from pirl.cli.eval import _films, check_target
 
     file, film = tmp_path / "eval.json", tmp_path / "success-0001.mp4"
     film.write_text("mine")
     with pytest.raises(EnvError, match=r"success-0001\.mp4 exists"):
-        _check_target(file, {"": {}}, overwrite=True)
+        check_target(file, {"": {}}, overwrite=True)
     film.rename(tmp_path / "success-at-last.mp4")
-    _check_target(file, {"": {}}, overwrite=True)
+    check_target(file, {"": {}}, overwrite=True)
     assert _films(tmp_path) == []
     file.write_text('{"grades": [1, 2]}')
     with pytest.raises(EnvError, match="holds no results of pirl"):
-        _check_target(file, {"": {}}, overwrite=True)
+        check_target(file, {"": {}}, overwrite=True)
     file.write_text('{"evaluation": {"seed": 1}}')
-    _check_target(file, {"": {"seed": 2}}, overwrite=True)
+    check_target(file, {"": {"seed": 2}}, overwrite=True)

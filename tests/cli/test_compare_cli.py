@@ -26,7 +26,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "--seeds names at least one" in refused(capsys, "bc_tabletop", "--agents", "BC", code=2)
     assert "seeded by the comparison" in refused(capsys, "bc_tabletop", *both, "--seed", "3", code=2)
     assert "debug has no environment" in refused(capsys, "bc_tabletop", "debug", *both)
-    assert "--name a/b" in refused(capsys, "bc_tabletop", *both, "--name", "a/b")
+    assert "--name is 'a/b'" in refused(capsys, "bc_tabletop", *both, "--name", "a/b")
     assert "did you mean: BC" in refused(capsys, "bc_tabletop", "--agents", "BCC", "--seeds", "0")
     assert "name each one once" in refused(capsys, "bc_tabletop", *both, "0")
     assert not list(tmp_path.iterdir())

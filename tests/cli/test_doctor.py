@@ -162,9 +162,9 @@ def test_gpu_memory(settings: dict[str, str], ok: bool | None, said: str, monkey
 
 def test_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: Memory(64 * doctor.GIB))
-    monkeypatch.setattr(doctor, "_container_limit", lambda: None)
+    monkeypatch.setattr(doctor, "container_limit", lambda: None)
     assert doctor.check_ram() == Check(name="RAM", ok=True, detail="64.0 GiB available")
-    monkeypatch.setattr(doctor, "_container_limit", lambda: 8 * doctor.GIB)
+    monkeypatch.setattr(doctor, "container_limit", lambda: 8 * doctor.GIB)
     check = doctor.check_ram()
     assert check.ok is None
     assert check.detail.startswith("8.0 GiB allowed to this container")

@@ -133,6 +133,8 @@ def test_datasets_of_training_keep_their_split_and_labels_and_others_are_taken_w
 def test_a_run_without_held_out_episodes_says_that_it_knows_these(
     run: RLTrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.main(["eval", str(run.run_dir), "--data", "--data.held-out", "0", "--out", str(tmp_path)]) == 0
+    words = ["--data.held-out", "0", "--seed", "5", "--out", str(tmp_path)]
+    assert app.main(["eval", str(run.run_dir), "--data", *words]) == 0
     assert "held nothing out" in capsys.readouterr().err
-    assert json.loads((tmp_path / "held_out.json").read_text())["evaluation"]["episodes"] == "all"
+    asked = json.loads((tmp_path / "held_out.json").read_text())["evaluation"]
+    assert (asked["episodes"], asked["seed"]) == ("all", 5)

@@ -45,7 +45,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     told = refused(capsys, "bc_tabletop", "--trials", "2", "--variant", "benchmark")
     assert "hint: --evaluation.split validation" in told
     assert "did you mean: eval/success_rate" in refused(capsys, "bc_tabletop", "--trials", "2", "--metric", "success")
-    assert "--study a/b" in refused(capsys, "bc_tabletop", "--trials", "2", "--study", "a/b")
+    assert "--study is 'a/b'" in refused(capsys, "bc_tabletop", "--trials", "2", "--study", "a/b")
     assert "space.yaml cannot be read" in refused(capsys, "bc_tabletop", "--trials", "2", "--space", "space.yaml")
     assert "did you mean: acrlpd_tabletop" in refused(capsys, "acrlpd_tabeltop", "--trials", "2")
     monkeypatch.setitem(sys.modules, "optuna", None)

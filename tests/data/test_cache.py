@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from pirl import text
 from pirl.data import cache, lerobot, video
 from pirl.data.cache import CacheConfig, FrameCache, cache_key, choose_tier
 from pirl.data.lerobot import DatasetMeta
@@ -84,7 +85,7 @@ def test_maps_stay_open_within_the_limit(meta: DatasetMeta, monkeypatch: pytest.
         return real(path, *options, **named)
 
     monkeypatch.setattr(np, "memmap", counted)
-    monkeypatch.setattr(cache, "_map_limit", lambda: 2)
+    monkeypatch.setattr(cache, "map_limit", lambda: 2)
     frames, camera = make(meta, "disk"), CAMERAS[0]
     assert frames.frames(0, camera) is frames.frames(0, camera)
     for position in (1, 0, 2, 0, 1):  # 2 pushes out 1, which was asked for before 0
@@ -120,7 +121,7 @@ def test_the_limit_on_open_files_is_raised_and_half_is_left_to_others(
     monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    assert cache._map_limit() == expected
+    assert cache.map_limit() == expected
     assert raised == ([] if asked is None else [asked])
 
 
@@ -235,7 +236,7 @@ def test_the_key_depends_on_all_that_decides_the_pixels(
     info = root / "meta/info.json"
     info.write_text(info.read_text() + "\n")
     keys.append(key())
-    monkeypatch.setattr(cache, "_CODE_VERSION", 999)
+    monkeypatch.setattr(cache, "CODE_VERSION", 999)
     keys.append(key())
     assert len(set(keys)) == len(keys)
     unchanged = key()
@@ -273,7 +274,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_one_warning_and_a_pool(
 
 
 def test_a_disk_known_to_be_too_small_is_not_written_to(meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(cache, "free_bytes", lambda folder: 1000)
     frames = make(meta, "disk")
     with pytest.warns(PirlWarning, match=r"1\.0 kB free"):
         assert_right(frames)
@@ -343,7 +344,7 @@ def test_auto_says_what_it_chose_and_the_size_is_said_first(
     frames.build()
     said = capsys.readouterr().err.splitlines()
     assert "tier 'ram' because" in said[0]
-    size = cache.format_bytes(2 * int(meta.lengths.sum()) * 36 * 48 * 3)
+    size = text.size(2 * int(meta.lengths.sum()) * 36 * 48 * 3)
     assert f"decoding {2 * meta.lengths.sum()} frames, {size}, into memory" in said[1]
     make(meta, "disk").build()
     capsys.readouterr()
@@ -357,12 +358,9 @@ def test_a_dataset_without_cameras_has_nothing_to_build(meta: DatasetMeta) -> No
     assert frames.nbytes == 0
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(
-    meta: DatasetMeta, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cache, "_PLAIN_INTERVAL", 0.0)
+def test_without_a_terminal_progress_is_a_plain_line(meta: DatasetMeta, capsys: pytest.CaptureFixture[str]) -> None:
     make(meta, "ram").build()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoded")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding")]
     total = 2 * int(meta.lengths.sum())
-    assert len(lines) == 2 * len(meta.episodes)
-    assert lines[-1] == f"decoded {total} of {total} frames, about 0 s left"
+    assert len(lines) == 1
+    assert lines[0].startswith(f"decoding: {total}/{total} frames (100%)")

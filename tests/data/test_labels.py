@@ -153,7 +153,7 @@ def test_training_finds_the_labels(dataset_copy: Copy) -> None:
     assert source.outcomes[0].terminated.tolist() == [False] * 30 + [True] * 7
     assert source.outcomes[1].terminated[-1]
     assert source.outcomes[2].truncated[-1]
-    assert LABELS_FILE in source.describe_outcomes()
+    assert source.rule.success_file == LABELS_FILE
 
 
 def test_people_are_believed_before_the_column_and_a_file_before_both(dataset_copy: Copy, tmp_path: Path) -> None:

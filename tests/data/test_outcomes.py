@@ -210,7 +210,7 @@ def test_a_source_applies_the_rule_to_every_episode(own_home: Path) -> None:
     assert [source.episode(index).success for index in range(5)] == [False, True, True, None, None]
     assert [source.episode(index).rewards.sum() for index in range(5)] == [-37, -79, -51, -45, -63]
     assert [bool(source.episode(index).truncated[-1]) for index in range(5)] == [True, False, False, True, True]
-    said = source.describe_outcomes()
+    said = describe(source.rule, source.outcomes, source.columns)
     assert "step_penalty" in said
     assert str(path) in said
     assert "2 episodes succeed, 1 fail, 2 unlabelled; 2 end terminated, 3 truncated" in said

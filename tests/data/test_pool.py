@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -258,6 +259,10 @@ def test_the_fingerprint_follows_the_data():
     assert same == fingerprint(FakeSource([2, 5]))
     others = [FakeSource([5, 2]), FakeSource([2, 5], success=[True, None]), FakeSource([2, 5], weights=[1, 2])]
     assert len({same, *map(fingerprint, others)}) == 4
+    recorded = FakeSource([2, 5])
+    episode = recorded.episode
+    recorded.episode = lambda index: replace(episode(index), observed=np.arange(len(episode(index))) == 0)
+    assert fingerprint(recorded) != same
 
 
 def test_empty_sources_and_pools_are_refused():

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pirl.data.replay import ReplayBuffer, ReplayStream, prune
+from pirl.data.episode_store import keep_only
+from pirl.data.replay import ReplayBuffer, ReplayStream
 from pirl.errors import CheckpointError, ConfigError, DataError
 from pirl.records import Episode
 
@@ -142,7 +143,7 @@ def test_an_older_checkpoint_survives_another_history(tmp_path):
         again = buffer()
         again.restore(tmp_path, state)
         assert numbers(again) == content
-    assert [path.name for path in prune(tmp_path, [old, branch])] == [new["episodes"][-1]]
+    assert [path.name for path in keep_only(tmp_path, [*old["episodes"], *branch["episodes"]])] == [new["episodes"][-1]]
     again.restore(tmp_path, branch)
     with pytest.raises(CheckpointError, match="is missing"):
         again.restore(tmp_path, new)

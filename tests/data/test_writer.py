@@ -513,7 +513,7 @@ def test_bad_episodes_and_settings(tmp_path: Path) -> None:
 
 
 def test_without_svt_av1_videos_become_h264_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_can_encode", lambda encoder: encoder != "libsvtav1")
+    monkeypatch.setattr(encode, "can_encode", lambda encoder: encoder != "libsvtav1")
     with pytest.warns(PirlWarning, match=r"H\.264"):
         assert choose_encoding("av1") == H264
 

@@ -192,7 +192,7 @@ def test_bad_dials_are_refused() -> None:
         {"noise": -1.0},
         {"wrong_block": 1.1},
     ):
-        with pytest.raises(ConfigError, match="dials of the operator"):
+        with pytest.raises(ConfigError, match=r"^Dials: |dials of the operator"):
             Dials(**dials)
     with pytest.raises(ConfigError, match=r"wrong_block is 0\.5 at level 'easy'"):
         record("easy", 2, Dials(wrong_block=0.5))

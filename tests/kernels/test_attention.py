@@ -173,7 +173,7 @@ def test_there_is_no_gpu_here() -> None:
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(attention, "cuda_capability", lambda: (9, 0))
-    monkeypatch.setattr(gated, "_compiles", lambda: False)
+    monkeypatch.setattr(gated, "compiles", lambda: False)
     monkeypatch.setattr(inside, "check_cudnn_version", lambda: 91300)
     monkeypatch.setattr(inside, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(inside, "is_cuda_compute_capability_equal", lambda capability: False)

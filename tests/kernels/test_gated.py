@@ -101,7 +101,7 @@ def test_where_it_is_used(
 ) -> None:
     monkeypatch.setattr(attention, "cuda_capability", lambda: capability)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
-    monkeypatch.setattr(gated, "_compiles", lambda: True)
+    monkeypatch.setattr(gated, "compiles", lambda: True)
     assert gated.possible(replace(HALF, **change)) == possible
 
 
@@ -109,16 +109,16 @@ def test_where_it_does_not_compile_it_is_not_used(monkeypatch: pytest.MonkeyPatc
     """As on this machine, whose compiler has no such kernels. The question may come while something is traced."""
     monkeypatch.setattr(attention, "cuda_capability", lambda: attention.HOPPER)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    gated._compiles.cache_clear()
+    gated.compiles.cache_clear()
     found: list[bool] = []
     with pytest.warns(PirlWarning, match="gated products go without their kernel, which does not compile here"):
         jax.jit(lambda: found.append(gated.possible(HALF)))()
     assert found == [False]
     assert not gated.possible(HALF), "and says so once"
-    gated._compiles.cache_clear()
+    gated.compiles.cache_clear()
     monkeypatch.setattr(gated, "in_tiles", gated.plain)
     assert gated.possible(HALF)
-    gated._compiles.cache_clear()
+    gated.compiles.cache_clear()
 
 
 # Functions are made anew where they are traced anew: jax remembers the trace of one it has seen.

@@ -41,7 +41,7 @@ def make_agent(family: Family, golden: dict) -> BC:
         ema_decay=golden["ema_decay"],
     )
     agent = BCConfig(augment=False, ema_decay=golden["ema_decay"])
-    return BC(policy=Pi0(config), config=agent, learner=learner, real_action_dim=config.action_dim)
+    return BC(policy=Pi0(config), config=agent, policy_learner=learner, real_action_dim=config.action_dim)
 
 
 def golden_batch(family: Family) -> dict:

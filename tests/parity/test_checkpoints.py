@@ -12,7 +12,7 @@ import pytest
 
 from golden_data import FAMILIES as ALL
 from golden_data import GOLDEN, OUTPUT
-from pirl.checkpoints.compare import shapes_of
+from pirl.checkpoints.compare import leaf_shapes
 from pirl.checkpoints.openpi import save_openpi
 from pirl.checkpoints.pytorch import merge_lora, save_pytorch
 from pirl.checkpoints.weights import check_finite, find_params, load, load_openpi
@@ -129,7 +129,7 @@ def test_merged_and_taken_through_pytorch_the_policy_is_openpis(family: str, tmp
     plain = replace(config, vlm=replace(config.vlm, attn_lora=None, ffn_lora=None))
     plain = replace(plain, expert=replace(config.expert, attn_lora=None, ffn_lora=None))
     params = merged(family)
-    assert shapes_of(params) == shapes_of(param_shapes(plain))
+    assert leaf_shapes(params) == leaf_shapes(param_shapes(plain))
     save_pytorch(params, tmp_path / "pt", action_horizon=config.horizon, dtype="float32")
     # Frozen leaves keep the type OpenPI computed these outputs in: a bfloat16 embedding is scaled in bfloat16.
     params = load(tmp_path / "pt", jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))

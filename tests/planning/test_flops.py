@@ -164,7 +164,9 @@ def unread() -> int:
 def test_a_training_step_of_the_small_model_by_formula(remat: str) -> None:
     """Forward once, backward twice, except where nothing asks for the gradient of the input; with remat, more."""
     policy = Pi0(replace(SMALL, remat=remat))
-    agent = BC(policy=policy, config=BCConfig(augment=False), learner=Learner(tx=optax.adam(1e-3)), real_action_dim=5)
+    agent = BC(
+        policy=policy, config=BCConfig(augment=False), policy_learner=Learner(tx=optax.adam(1e-3)), real_action_dim=5
+    )
     state = jax.eval_shape(agent.init, jax.random.key(0))
     everything, without_gradient = small_forward()
     model = 2 * BATCH * (3 * everything - without_gradient)

@@ -50,7 +50,7 @@ BC: dict[str, Any] = {"model": {"horizon": 50, "remat": "full", "attention": "pl
 @pytest.mark.parametrize("row", MEASURED, ids=[row["name"] for row in MEASURED])
 def test_the_plan_agrees_with_peaks_measured_on_a_gpu(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "cuda_capability", lambda: attention.HOPPER)
-    monkeypatch.setattr(gated, "_compiles", lambda: True)
+    monkeypatch.setattr(gated, "compiles", lambda: True)
     found = plan(changed(row["recipe"], **row["change"]), device_gb=139)
     assert found.peak / GIB == pytest.approx(row["gib"], rel=0.1)
 
@@ -269,7 +269,7 @@ class _Device:
 def remat_on(gib: float | None, remat: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What becomes of a setting where training begins, at batch 32."""
     monkeypatch.setattr(jax, "local_devices", lambda: [_Device(gib)])
-    monkeypatch.setattr(gated, "_compiles", lambda: True)
+    monkeypatch.setattr(gated, "compiles", lambda: True)
     attention = {"attention": "auto"} if remat == "auto" else {}
     config = changed("bc_aloha_fold", batch_size=32, model=BC["model"] | {"remat": remat} | attention)
     model = with_choices(config).model

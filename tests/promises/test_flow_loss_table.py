@@ -65,7 +65,7 @@ def observations(size: int) -> Observation:
 @functools.cache
 def cloned():
     """Weights of each seed after imitating all four modes alike."""
-    agent = BC(policy=POLICY, config=BCConfig(), learner=Learner(tx=optax.adam(2e-3)), real_action_dim=2)
+    agent = BC(policy=POLICY, config=BCConfig(), policy_learner=Learner(tx=optax.adam(2e-3)), real_action_dim=2)
 
     def step(state, key):
         mode_key, noise_key, key = jax.random.split(key, 3)
@@ -90,7 +90,7 @@ def make(name: str, setting: Setting) -> RIPT:
         warnings.simplefilter("ignore", PirlWarning)
         config = RIPTConfig(**{"loss": name, "group_size": SIZE, "flow_draws": 1} | LOSSES[name])
     tx = optax.chain(optax.clip_by_global_norm(setting.clip), optax.adam(setting.rate))
-    return RIPT(policy=POLICY, config=config, learner=Learner(tx=tx), real_action_dim=2, encoder_frozen=True)
+    return RIPT(policy=POLICY, config=config, policy_learner=Learner(tx=tx), real_action_dim=2, encoder_frozen=True)
 
 
 def reward(setting: Setting, chunks):

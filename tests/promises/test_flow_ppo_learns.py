@@ -38,7 +38,7 @@ def observations(size: int) -> Observation:
 @functools.cache
 def cloned():
     """Weights of each seed after imitating all four modes alike."""
-    agent = BC(policy=POLICY, config=BCConfig(), learner=Learner(tx=optax.adam(2e-3)), real_action_dim=2)
+    agent = BC(policy=POLICY, config=BCConfig(), policy_learner=Learner(tx=optax.adam(2e-3)), real_action_dim=2)
 
     def step(state, key):
         mode_key, noise_key, key = jax.random.split(key, 3)

@@ -149,7 +149,9 @@ class Cloned:
 
 @pytest.fixture(scope="module")
 def cloned() -> Cloned:
-    agent = BC(policy=POLICY, config=BCConfig(flow_draws=2, mask_padding=True), learner=learner(), real_action_dim=2)
+    agent = BC(
+        policy=POLICY, config=BCConfig(flow_draws=2, mask_padding=True), policy_learner=learner(), real_action_dim=2
+    )
     sources = [demonstrated(seed) for seed in range(SEEDS)]
     data, train = batches(sources), training(agent)
     fresh = jax.vmap(agent.init)(KEYS)

@@ -137,7 +137,7 @@ def learner(rate: float = 2e-3) -> Learner:
 
 @pytest.fixture(scope="module")
 def cloned():
-    agent = BC(policy=POLICY, config=BCConfig(mask_padding=True), learner=learner(), real_action_dim=2)
+    agent = BC(policy=POLICY, config=BCConfig(mask_padding=True), policy_learner=learner(), real_action_dim=2)
     state, _ = trained(agent, agent.init(jax.random.key(0)))
     return success(agent, state), state.params["policy"]
 

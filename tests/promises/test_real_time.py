@@ -37,7 +37,7 @@ def trained() -> TrainState:
     agent = BC(
         policy=POLICY,
         config=BCConfig(augment=False, flow_draws=4, ema_decay=None, real_time_delay=2),
-        learner=Learner(tx=optax.adam(3e-3)),
+        policy_learner=Learner(tx=optax.adam(3e-3)),
         real_action_dim=DIM,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pirl import text
 from pirl.cli import app
 from pirl.config_io import write_yaml
 from pirl.recipes import get_config
@@ -31,7 +32,7 @@ def test_a_report_is_written_into_its_run_and_may_be_replaced(
     assert app.main(["report", str(folder)]) == 0
     file = folder / "report.html"
     size = file.stat().st_size
-    assert capsys.readouterr() == (f"{file} ({size / 1000:.0f} kB)\n", "")
+    assert capsys.readouterr() == (f"{file} ({text.size(size)})\n", "")
     (folder / "metrics.jsonl").write_text("")
     assert app.main(["report", str(folder)]) == 0
     assert file.stat().st_size < size

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from websockets.sync.server import serve
 
 from pirl.errors import ConfigError, WireError
 from pirl.robot.broker import ChunkBroker
@@ -75,6 +76,22 @@ def test_no_server_is_said_after_patience() -> None:
         port = server.port
     with pytest.raises(ServerError, match="no policy server"):
         PolicyClient("127.0.0.1", port, patience=0.0)
+
+
+def test_a_server_that_says_nothing_is_left_again() -> None:
+    left = threading.Event()
+
+    def silent(connection: Any) -> None:
+        for _ in connection:
+            pass
+        left.set()
+
+    with serve(silent, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        with pytest.raises(ServerError, match="no policy server"):
+            PolicyClient("127.0.0.1", server.socket.getsockname()[1], timeout=0.1, patience=0.0)
+        assert left.wait(30)
 
 
 def test_an_error_of_the_server_is_raised_and_the_next_request_works() -> None:

@@ -220,3 +220,6 @@ def test_states_are_found_or_joined() -> None:
     libero = {"observation/state": np.ones(8), "observation/image": np.zeros((8, 8, 3), np.uint8), "pirl/step": 3}
     found = columns_of(libero)
     assert sorted(found) == ["observation.images.image", "observation.state"]
+    picture = np.zeros((8, 8, 3), np.uint8)
+    with pytest.raises(DataError, match=r"two of the observation's pictures .* observation\.images\.image"):
+        columns_of({"state": np.ones(2), "wrist/image": picture, "base/image": picture})

@@ -59,6 +59,34 @@ def test_corrected_steps_are_marked_and_the_policy_looks_again_afterwards(tmp_pa
     assert columns["intended_step"][:6].tolist() == [0, 1, -1, -1, 0, 1]
 
 
+def test_a_person_need_not_wait_for_the_chunk_that_was_asked_for() -> None:
+    answer, inner = threading.Event(), Planned()
+    took_over = False
+
+    class Slow(Planned):
+        def infer(self, obs: dict) -> dict:
+            if inner.asked:
+                assert answer.wait(60)
+            return inner.infer(obs)
+
+    policy = Takeover(
+        ChunkBroker(Slow(), execute=1, prefetch=True), lambda _: np.array([-1.0, 0]) if took_over else None
+    )
+    seen = {"observation/state": np.array([0], np.float32)}
+    policy.infer(seen)
+    policy.infer(seen)  # asks for the next chunk in the background
+    took_over = True
+    person = threading.Thread(target=policy.infer, args=(seen,), daemon=True)
+    person.start()
+    person.join(30)
+    waited = person.is_alive()
+    answer.set()
+    assert not waited
+    took_over = False
+    policy.infer({"observation/state": np.array([7], np.float32)})
+    assert inner.asked[-1] == 7  # what was asked before the takeover is not executed after it
+
+
 def test_a_key_takes_over_and_hands_back() -> None:
     ours, theirs = pty.openpty()
     changes: list[bool] = []

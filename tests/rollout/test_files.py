@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pirl.data.episode_store import keep_only
 from pirl.errors import CheckpointError
 from pirl.records import Context, Episode, Rollout
-from pirl.rollout.files import delete_rollouts, load_rollouts, save_rollouts
+from pirl.rollout.files import load_rollouts, save_rollouts
 
 
 def rollout(number: int = 5, *, pictures: bool = True, success: bool | None = True, steps: int = 4) -> Rollout:
@@ -83,9 +84,9 @@ def test_files_are_written_once_and_other_histories_beside_them(tmp_path: Path) 
     assert len(now) == 4
     (tmp_path / ".00000009-0123456789abcdef.npz.123.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
-    delete_rollouts(tmp_path, keep=names)
+    keep_only(tmp_path, names)
     assert {path.name for path in tmp_path.iterdir()} == {*names, "notes.txt"}
-    delete_rollouts(tmp_path / "nowhere")
+    keep_only(tmp_path / "nowhere", [])
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flip", "empty", "swap", "pickle"])

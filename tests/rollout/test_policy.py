@@ -164,7 +164,7 @@ def test_a_camera_the_environment_lacks_is_named() -> None:
 def agent() -> BC:
     learner = Learner(tx=make_optimizer(AdamW(), make_schedule(ConstantSchedule())), ema_decay=None)
     policy = MLPFlow(MLPFlowConfig(state_dim=2, action_dim=2, horizon=4, hidden=(32, 32)))
-    return BC(policy=policy, config=BCConfig(ema_decay=None), learner=learner, real_action_dim=2, flow_steps=3)
+    return BC(policy=policy, config=BCConfig(ema_decay=None), policy_learner=learner, real_action_dim=2, flow_steps=3)
 
 
 def chunk_policy(agent: BC, counted: list[int], *, batch_size: int = 5) -> ChunkPolicy:

@@ -218,7 +218,7 @@ def test_dials() -> None:
         (["rong=1"], "did you mean: wrong"),
         (["wrong=much"], "wrong: found the text 'much', expected a number"),
         (["wrong"], "KEY=VALUE"),
-        (["wrong=2"], "shares together at most 1"),
+        (["wrong=2"], r"wrong is 2\.0\n  hint: it is between 0 and 1"),
     ):
         with pytest.raises(ConfigError, match=answer):
             parse_dials(TABLETOP, words)

@@ -155,7 +155,7 @@ def test_a_second_attempt_is_a_late_success(make: Make) -> None:
     assert not any(episode.success for episode in dropped)
     for one, other in zip(at_once, later, strict=True):
         assert 35 <= len(other) - len(one) <= 60  # 80 steps of the script, and more where the cube was touched
-    with pytest.raises(ConfigError, match="miss and retry"):
+    with pytest.raises(ConfigError, match=r"miss is 0\.6 and retry 0\.6"):
         AlohaDials(miss=0.6, retry=0.6)
     with pytest.raises(ConfigError, match="only the transfer"):
         AlohaExpert(make(task="insertion"), AlohaDials(retry=0.5))  # type: ignore[arg-type]

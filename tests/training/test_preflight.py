@@ -24,7 +24,7 @@ from pirl.data.config import DataConfig
 from pirl.data.normalize import NormStats, StatsOrigin, load_origin, save_norm_stats
 from pirl.data.robots import get_robot
 from pirl.data.writer import LeRobotWriter
-from pirl.errors import ConfigError, PirlError, PirlWarning
+from pirl.errors import ConfigError, DataError, PirlError, PirlWarning
 from pirl.models import pi0
 from pirl.models.config import MLPFlowConfig, get_preset
 from pirl.models.params import flatten, nest
@@ -221,6 +221,19 @@ def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path: Path, monkeypatch: py
     assert "--checkpoint.base-dir" in problem.hint
 
 
+def test_checkpoints_that_are_there_already_need_no_more_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_run(tmp_path, PLAIN)
+    agent = build_agent(config)
+    shapes = jax.eval_shape(agent.init, jax.random.key(0))
+    needed, _ = preflight.checkpoint_bytes(config, shapes)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place: SimpleNamespace(free=needed - 1000))
+    assert len(list(preflight.disk_problems(config, shapes))) == 1
+    folder = config.run_dir / "4" / "params"
+    folder.mkdir(parents=True)
+    (folder / "_METADATA").write_bytes(bytes(1000))
+    assert not list(preflight.disk_problems(config, shapes))
+
+
 def test_what_is_best_must_be_saved(tmp_path: Path) -> None:
     run = get_config("bc_tabletop")
     config = replace(
@@ -305,3 +318,12 @@ def test_settings_that_do_not_fit_the_data(tmp_path: Path, capsys: pytest.Captur
     file = write_yaml(tmp_path / "run.yaml", run)
     assert app.main(["train", str(file), "--dry-run"]) == 1
     assert "--agent.reward-high 2" in capsys.readouterr().err
+
+
+def test_statistics_of_a_robot_of_ones_own_are_computed_by_its_name_or_in_python(tmp_path: Path) -> None:
+    own = replace(get_robot("aloha"), name="mine")
+    for named, command in (("robots:MINE", "--robot robots:MINE"), ("aloha", "in Python: save_norm_stats(")):
+        data = replace(ALOHA.data, robot=named)
+        (found,) = data_check.norm_stats_problems(data, own, tmp_path / "none", horizon=20, quantile=False)
+        assert isinstance(found, DataError)
+        assert command in found.hint

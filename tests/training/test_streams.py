@@ -93,7 +93,7 @@ def groups(pool: LocalPool, folder: Path, outcome: Outcome, **settings: Any) -> 
     stream = GroupStream(
         collector,
         Curriculum(CurriculumConfig(), pool.info, 0),
-        RIPT(policy=MLPFlow(MODEL), config=config, learner=Learner(tx=optax.sgd(1.0)), real_action_dim=2),
+        RIPT(policy=MLPFlow(MODEL), config=config, policy_learner=Learner(tx=optax.sgd(1.0)), real_action_dim=2),
         batch_size=8,
         horizon=HORIZON,
         seed=0,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pirl.config import WatchdogConfig
-from pirl.errors import ConfigError
+from pirl.errors import ConfigError, PirlWarning
 from pirl.training.watchdog import UnhealthyError, Watchdog
 
 FINE = {"time/stall_fraction": 0.01, "policy/grad_norm": 1.0, "eval/success_rate": 0.6, "memory/host_gib": 1.0}
@@ -114,3 +114,21 @@ def test_a_hanging_step_is_noticed_from_beside(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="patience is 0"):
         WatchdogConfig(patience=0)
+
+
+def test_a_long_evaluation_is_no_hang(tmp_path: Path) -> None:
+    now = [0.0]
+    dog = Watchdog(WatchdogConfig(hang_seconds=60.0), tmp_path, clock=lambda: now[0])
+    for _ in range(5):
+        now[0] += 1
+        dog.beat()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with dog.paused():
+            now[0] += 500
+            dog.listen()
+        now[0] += 30
+        dog.listen()
+    now[0] += 40
+    with pytest.warns(PirlWarning, match="no step has ended for 70 s; usually one takes 1.0 s"):
+        dog.listen()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pirl.agents.agent_config import AgentConfig, RewardRange
+from pirl.agents.agent_config import AgentConfig, RewardRange, Rewards
 from pirl.agents.imitation_config import BCConfig
 from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Positive
 from pirl.search import Choice, Item, around
@@ -36,7 +36,7 @@ SUFFIXES = (", Advantage: positive", ", Advantage: negative")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RECAPConfig(AgentConfig):
+class RECAPConfig(AgentConfig, Rewards):
     """RECAP (π*0.6): a value labels chunks by advantage, and the policy trains conditioned on the label."""
 
     agent: ClassVar[str] = "pirl.agents.recap:RECAP"
@@ -44,12 +44,6 @@ class RECAPConfig(AgentConfig):
 
     discount: Inside = 0.99
     """Discount per environment step."""
-    reward_low: float = 0.0
-    """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
-    reward_high: float = 1.0
-    """Largest reward of a step."""
-    reward_once: bool = True
-    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
     failure_reward: float = 0.0
     """What a failure adds to its last reward, as `data.failure_reward`. Widens the bounds of the values by it once."""
     folds: Count = 2

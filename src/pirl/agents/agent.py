@@ -9,7 +9,7 @@ See `examples/08_own_agent.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from pirl.agents.agent_config import AgentConfig
 from pirl.agents.learner import Learner
+from pirl.models import flow
 from pirl.models.critic import Critic
 from pirl.models.flow import Steer
 from pirl.models.observation import Observation
@@ -92,6 +93,11 @@ class Parts:
     """The type the model casts its weights to."""
 
 
+def parts_of(cls: type[Any], parts: Parts) -> dict[str, Any]:
+    """The parts that a dataclass has fields for."""
+    return {field.name: getattr(parts, field.name) for field in fields(cls) if hasattr(parts, field.name)}
+
+
 class Lesson(NamedTuple):
     """Training data from an iteration's groups of rollouts: see `Agent.lesson`."""
 
@@ -113,13 +119,15 @@ class Agent:
     """The policy it improves."""
     config: AgentConfig
     """Its settings."""
+    flow_steps: int = 10
+    """Euler steps when acting."""
 
     # Required for every algorithm
 
     @classmethod
     def build(cls, config: Any, parts: Parts) -> "Agent":
-        """Build the algorithm from its settings and parts."""
-        raise NotImplementedError(f"{cls.__name__}.build")
+        """The algorithm with these settings; by default its fields are the parts of the same names."""
+        return cls(config=config, **parts_of(cls, parts))  # type: ignore[call-arg]
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A new state, with the given policy weights or freshly initialised ones."""
@@ -141,9 +149,11 @@ class Agent:
         """One chunk per observation, in the model's normalised action space; `steer` modifies the velocity field.
 
         Each row has its own key, so an episode does not depend on its neighbours. `best_of` candidates are sampled
-        where the agent can choose among them; None is the agent's default.
+        where the agent can choose among them; None is the agent's default. By default: plain sampling.
         """
-        raise NotImplementedError(f"{type(self).__name__}.act")
+        context = self.policy.encode(state.policy, observation)
+        noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
+        return flow.sample(self.policy, state.policy, context, noise, num_steps=self.flow_steps, steer=steer)[:, 0]
 
     # Defaults that fit most algorithms
 

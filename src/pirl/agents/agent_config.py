@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
+from pirl.errors import ConfigError
 from pirl.ranges import Auto, Checked, Count, Natural
 from pirl.search import Item
 
@@ -39,6 +40,23 @@ class RewardRange(NamedTuple):
     """Largest reward of a step."""
     once: bool
     """Whether at most one step of an episode has a non-zero reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards(Checked):
+    """The rewards of an environment, which bound an algorithm's values."""
+
+    reward_low: float = 0.0
+    """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
+    reward_high: float = 1.0
+    """Largest reward of a step."""
+    reward_once: bool = True
+    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.reward_low < self.reward_high:
+            raise ConfigError(f"rewards lie between {self.reward_low} and {self.reward_high}", hint="low before high")
 
 
 @dataclass(frozen=True, kw_only=True)

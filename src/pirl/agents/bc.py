@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
-from pirl.agents.agent import Agent, Metrics, Parts, TrainState
+from pirl.agents.agent import Agent, Metrics, TrainState
 from pirl.agents.config import BCConfig
 from pirl.agents.learner import Learner, accumulated
 from pirl.models import flow
@@ -38,34 +38,23 @@ class BC(Agent):
 
     policy: FlowPolicy
     config: BCConfig
-    learner: Learner
-    """Optimizer, mask and EMA of the policy's weights."""
+    policy_learner: Learner
+    """How the policy's weights learn."""
     real_action_dim: int
     """Action dimensions the robot has; the rest is padding."""
     flow_steps: int = 10
     """Euler steps when acting."""
 
-    @classmethod
-    def build(cls, config: BCConfig, parts: Parts) -> "BC":
-        """Build the algorithm from its settings and parts."""
-        return cls(
-            policy=parts.policy,
-            config=config,
-            learner=parts.policy_learner,
-            real_action_dim=parts.real_action_dim,
-            flow_steps=parts.flow_steps,
-        )
-
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, with the given policy weights or freshly initialised ones."""
-        params, opt = self.learner.init(self.policy.init(key) if policy_params is None else policy_params)
-        ema = {} if self.learner.ema_decay is None else {"policy": jax.tree.map(jnp.copy, params)}
+        params, opt = self.policy_learner.init(self.policy.init(key) if policy_params is None else policy_params)
+        ema = {} if self.policy_learner.ema_decay is None else {"policy": jax.tree.map(jnp.copy, params)}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params={"policy": params},
             ema=ema,
             opt={"policy": opt},
-            frozen=self.learner.frozen(params),
+            frozen=self.policy_learner.frozen(params),
         )
 
     def counts(self, state: TrainState, batch: Any) -> Counts:
@@ -82,17 +71,17 @@ class BC(Agent):
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
         """One step on a Q-chunking batch. A batch with all weights 0 has zero gradient."""
         observation, actions, draws = self._inputs(batch, key)
-        trainable, frozen = self.learner.split(state.params["policy"])
+        trainable, frozen = self.policy_learner.split(state.params["policy"])
         counts = self.counts(state, batch)
 
         def loss(trainable: Params, part: Any) -> tuple[Array, Array]:
             weight, *rest = part
-            per_sample = self.loss(self.learner.join(trainable, frozen), *rest)
+            per_sample = self.loss(self.policy_learner.join(trainable, frozen), *rest)
             return (per_sample if weight is None else weight * per_sample).mean(), per_sample
 
         parts = (counts.weight, observation, actions, counts.steps, draws)
         value, per_sample, grads = accumulated(loss, trainable, parts, self.config.parts)
-        params, opt = self.learner.step(state.params["policy"], grads, state.opt["policy"])
+        params, opt = self.policy_learner.step(state.params["policy"], grads, state.opt["policy"])
         alike = counts.weight is None
         spread = {"policy/loss_std": per_sample.std()} if alike else {"policy/flow_loss": per_sample.mean()}
         metrics = {
@@ -106,26 +95,11 @@ class BC(Agent):
             state,
             step=state.step + 1,
             params={"policy": params},
-            ema={name: self.learner.average(average, params) for name, average in state.ema.items()},
+            ema={name: self.policy_learner.average(average, params) for name, average in state.ema.items()},
             opt={"policy": opt},
             scalars=state.scalars | dict(counts.scalars),
         )
         return new, metrics
-
-    def act(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Float[Array, "B H A"]:
-        """One chunk per observation by plain sampling."""
-        params = state.policy
-        context = self.policy.encode(params, observation)
-        noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
-        return flow.sample(self.policy, params, context, noise, num_steps=self.flow_steps, steer=steer)[:, 0]
 
     def _inputs(self, batch: Any, key: Array) -> tuple[Observation, Array, flow.Draws]:
         # OpenPI's order of keys: the same key gives the same augmentation and noise, but other times (`flow.draw`).

@@ -35,7 +35,6 @@ class Draws(NamedTuple):
     """Random numbers for N noise samples per observation."""
 
     prior: Float[Array, "B N H A"]
-    """Standard normal noise."""
     own: Float[Array, "B N H A"]
     """Standard normal numbers for sampling the actor."""
     coin: Float[Array, "B N"]
@@ -56,7 +55,7 @@ class DSRL(FrozenPolicy):
         horizon, dim = parts.policy.horizon, parts.policy.action_dim
         sizes = replace(parts.critic.config, action_clip=config.noise_limit)
         return cls(
-            **cls.parts_of(config, parts),
+            **cls.shared(config, parts),
             noise_critic=replace(parts.critic, config=sizes, critic_horizon=horizon, real_action_dim=dim),
             # Initially u has the standard deviation 1/m, so for large m w is nearly standard normal.
             actor=ChunkActor.reading(

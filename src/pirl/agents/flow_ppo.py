@@ -23,13 +23,12 @@ from pirl.agents import denoising
 from pirl.agents import flow_objectives as fo
 from pirl.agents import objectives as ob
 from pirl.agents import ppo_objectives as po
-from pirl.agents.agent import Choice, Lesson, Metrics, Parts, TrainState
+from pirl.agents.agent import Choice, Lesson, Metrics, Parts, TrainState, parts_of
 from pirl.agents.config import FlowPPOConfig
 from pirl.agents.groups import Demos, OwnRollouts
 from pirl.agents.learner import Learner, accumulated
 from pirl.agents.state_value import StateValue
 from pirl.errors import EnvError
-from pirl.models import flow
 from pirl.models.critic import Critic, CriticInputs, PrefixCritic
 from pirl.models.noise_head import NoiseHead
 from pirl.models.observation import Observation
@@ -74,18 +73,7 @@ class FlowPPO(OwnRollouts):
             low=config.noise_low,
             high=config.noise_high,
         )
-        return cls(
-            policy=parts.policy,
-            critic=critic,
-            head=head,
-            config=config,
-            policy_learner=parts.policy_learner,
-            critic_learner=parts.critic_learner,
-            real_action_dim=parts.real_action_dim,
-            flow_steps=parts.flow_steps,
-            encoder_frozen=parts.encoder_frozen,
-            compute_dtype=parts.compute_dtype,
-        )
+        return cls(config=config, head=head, **parts_of(cls, parts))
 
     @property
     def sampler(self) -> denoising.Sampler:
@@ -300,22 +288,6 @@ class FlowPPO(OwnRollouts):
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
         value = self.value.of(state.params["critic"], inputs)
         return jnp.broadcast_to(value[..., None], (*value.shape, chunks.shape[1]))
-
-    # Acting
-
-    def act(
-        self,
-        state: TrainState,
-        observation: Observation,
-        keys: Key[Array, "B"],
-        *,
-        best_of: int | None = None,
-        steer: flow.Steer | None = None,
-    ) -> Float[Array, "B H A"]:
-        """One chunk per observation along the ODE, without exploration."""
-        context = self.policy.encode(state.policy, observation)
-        noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
-        return flow.sample(self.policy, state.policy, context, noise, num_steps=self.flow_steps, steer=steer)[:, 0]
 
 
 def _if(

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float, Key
 
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Choice, Metrics, Parts, TrainState
+from pirl.agents.agent import Choice, Metrics, Parts, TrainState, parts_of
 from pirl.agents.chunk_critic import ChunkCritic, Successor, copied
 from pirl.agents.frozen_policy_config import FrozenPolicyConfig
 from pirl.agents.learner import Learner, in_parts
@@ -57,15 +57,9 @@ class FrozenPolicy(ChunkCritic):
     """Whether the actor adds exploration noise."""
 
     @classmethod
-    def parts_of(cls, config: Any, parts: Parts) -> dict[str, Any]:
-        """Constructor arguments of a subclass, except the actor."""
-        return {
-            "policy": parts.policy,
-            "critic": parts.critic,
-            "config": config,
-            "critic_learner": parts.critic_learner,
-            "actor_learner": Learner(tx=parts.policy_learner.tx),
-        }
+    def shared(cls, config: Any, parts: Parts) -> dict[str, Any]:
+        """The arguments a subclass needs, except the actor."""
+        return parts_of(cls, parts) | {"config": config, "actor_learner": Learner(tx=parts.policy_learner.tx)}
 
     # Defined by subclasses
 

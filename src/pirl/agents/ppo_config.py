@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pirl.agents.agent_config import GroupPlan, RewardRange
+from pirl.agents.agent_config import GroupPlan, RewardRange, Rewards
 from pirl.agents.rollout_config import OwnRolloutsConfig
 from pirl.errors import ConfigError
 from pirl.ranges import Count, Inside, Natural, NotNegative, Positive, Share
@@ -24,7 +24,7 @@ dimensions, which varies less and tolerates large chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowPPOConfig(OwnRolloutsConfig):
+class FlowPPOConfig(OwnRolloutsConfig, Rewards):
     """PPO or GRPO on a flow policy, with exact likelihood ratios of the denoising path (πRL)."""
 
     agent: ClassVar[str] = "pirl.agents.flow_ppo:FlowPPO"
@@ -63,12 +63,6 @@ class FlowPPOConfig(OwnRolloutsConfig):
     """Clip range of a value around the rollout's, for critics that regress (huber, mse); None turns clipping off."""
     value_warmup_steps: Natural = 0
     """Updates that train only the value."""
-    reward_low: float = 0.0
-    """Smallest reward of a step; with `reward_high` and the discount it bounds the values (hl_gauss)."""
-    reward_high: float = 1.0
-    """Largest reward of a step."""
-    reward_once: bool = True
-    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

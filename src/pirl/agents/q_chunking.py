@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int, Key
 
 from pirl.agents import corrections
-from pirl.agents.agent import Metrics, Parts, TrainState
+from pirl.agents.agent import Agent, Metrics, Parts, TrainState
 from pirl.agents.chunk_critic import ChunkCritic, copied
 from pirl.agents.learner import Learner, accumulated, in_parts
 from pirl.agents.q_chunking_config import QChunkingConfig
@@ -34,7 +34,7 @@ class ActorPart(NamedTuple):
     draws: flow.Draws
     candidate_noise: Float[Array, "B N H A"]
     acted_by: Int[Array, "B H"] | None = None
-    """Who chose each step, if the actor uses it."""
+    """Who chose each step (`acted_by`), if the actor uses it."""
 
 
 class Compared(NamedTuple):
@@ -77,21 +77,13 @@ class QChunking(ChunkCritic):
     """Optimizer, mask and EMA of the policy's weights."""
     encoder_frozen: bool = False
     """Whether all weights that `policy.encode` uses are frozen; a fixed copy of the policy then shares the prefix."""
-    flow_steps: int | None = None
-    """Euler steps when acting; None: as many as for candidates in training."""
+    flow_steps: int = 0
+    """Euler steps when acting; 0: as many as for candidates in training."""
 
     @classmethod
-    def build(cls, config: Any, parts: Parts) -> "QChunking":
+    def build(cls, config: Any, parts: Parts) -> Agent:
         """Build the algorithm from its settings and parts."""
-        return cls(
-            policy=parts.policy,
-            critic=replace(parts.critic, heads=config.heads),
-            config=config,
-            policy_learner=parts.policy_learner,
-            critic_learner=parts.critic_learner,
-            encoder_frozen=parts.encoder_frozen,
-            flow_steps=parts.flow_steps,
-        )
+        return super().build(config, replace(parts, critic=replace(parts.critic, heads=config.heads)))
 
     # Defined by subclasses
 

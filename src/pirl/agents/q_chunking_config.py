@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pirl.agents.agent_config import AgentConfig, RewardRange
-from pirl.errors import ConfigError
+from pirl.agents.agent_config import AgentConfig, RewardRange, Rewards
 from pirl.models.config import FlowTimes
 from pirl.models.critic_config import Aggregation
-from pirl.ranges import Count, Decay, Inside, Natural, NotNegative, Share
+from pirl.ranges import Bounds, Count, Decay, Inside, Natural, NotNegative, Positive, Share
 from pirl.search import Choice, Item, Range, around
 
 Actor = Literal["awr", "distill", "best_of_n"]
@@ -21,19 +20,13 @@ Value = Literal["best_of_n", "expectile"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkCriticConfig(AgentConfig):
+class ChunkCriticConfig(AgentConfig, Rewards):
     """A critic over action chunks, trained by temporal differences, and when the actor starts to use it."""
 
     replays: ClassVar[bool] = True
 
     discount: Inside = 0.99
     """Discount per environment step. A good start is 1 - 1/(steps of a long episode)."""
-    reward_low: float = 0.0
-    """Smallest reward of a step; with `reward_high` and the discount it bounds the values."""
-    reward_high: float = 1.0
-    """Largest reward of a step."""
-    reward_once: bool = True
-    """Sparse rewards: at most one step of an episode has a non-zero reward. Bounds the values more tightly."""
     num_action_samples: Count = 4
     """N: candidates per observation, for targets, for the baseline of the advantage, and for best-of-N at inference."""
     flow_steps: Count = 10
@@ -69,17 +62,12 @@ class ChunkCriticConfig(AgentConfig):
     gate: Share | None = None
     """The actor uses the critic only while the rank correlation of values and returns on held-out episodes is above
     this and above chance; otherwise it behaves as during `actor_warmup_steps`. None: no gate, only the warm-up."""
-    calql_weight: float = 0.0
+    calql_weight: NotNegative = 0.0
     """Cal-QL: push the values of the policy's candidates down, but not below the observed return. 0: off."""
     clip_targets: bool = True
     """Clip targets to the possible returns. Q-chunking does not; `hl_gauss` always clips."""
     critic_ema_decay: Decay | None = 0.99
     """EMA decay of the critic, for best-of-N at inference; None turns it off."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.reward_low < self.reward_high:
-            raise ConfigError(f"rewards lie between {self.reward_low} and {self.reward_high}", hint="low before high")
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -220,9 +208,9 @@ class ACRLPDConfig(QChunkingConfig):
     scale_by_state: bool = False
     """Divide advantages by the spread of the candidates' values at s, so that one temperature fits both early
     decisions, which change the value little, and late ones."""
-    beta_init: float = 0.1
+    beta_init: Positive = 0.1
     """Initial temperature, as a share of the value range."""
-    weight_cap: float = 20.0
+    weight_cap: Annotated[float, Bounds(low=1)] = 20.0
     """Largest advantage weight."""
     bc_loss_weight: Share = 0.1
     """Weight of pure imitation in the actor's loss, independent of the critic."""

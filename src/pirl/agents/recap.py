@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Key
 from pirl.agents import by_task, condition, corrections
 from pirl.agents import objectives as ob
 from pirl.agents.advantage_config import RECAPConfig
-from pirl.agents.agent import Agent, Metrics, Parts, TrainState
+from pirl.agents.agent import Agent, Metrics, TrainState
 from pirl.agents.ensemble import apart
 from pirl.agents.fold_value import FoldValue
 from pirl.agents.learner import Learner, accumulated, in_parts
@@ -74,18 +74,6 @@ class RECAP(Agent):
     critic_learner: Learner
     flow_steps: int = 10
     """Euler steps when acting."""
-
-    @classmethod
-    def build(cls, config: RECAPConfig, parts: Parts) -> "RECAP":
-        """Build the algorithm from its settings and parts."""
-        return cls(
-            policy=parts.policy,
-            critic=parts.critic,
-            config=config,
-            policy_learner=parts.policy_learner,
-            critic_learner=parts.critic_learner,
-            flow_steps=parts.flow_steps,
-        )
 
     @property
     def value(self) -> FoldValue:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key
 from pirl.agents import condition
 from pirl.agents import flow_objectives as fo
 from pirl.agents import objectives as ob
-from pirl.agents.agent import Lesson, Metrics, Parts, TrainState
+from pirl.agents.agent import Lesson, Metrics, TrainState
 from pirl.agents.config import RIPTConfig
 from pirl.agents.groups import Demos, OwnRollouts
 from pirl.agents.learner import Learner, accumulated
@@ -49,8 +49,8 @@ class RIPT(OwnRollouts):
     """The algorithm. Random numbers are drawn for the whole batch, so splitting it into parts changes nothing."""
 
     config: RIPTConfig
-    learner: Learner
-    """Optimizer, mask and EMA of the policy's weights, and of `cfg`'s condition (without the mask)."""
+    policy_learner: Learner
+    """How the policy's weights learn; those of `cfg`'s condition learn alike."""
 
     def __post_init__(self) -> None:
         if self.config.loss == "cfg" and not isinstance(self.policy, Conditionable):
@@ -58,19 +58,6 @@ class RIPT(OwnRollouts):
                 f"loss 'cfg' with a {type(self.policy).__name__}, which has no place for a condition",
                 hint="give it a `condition_path` (pirl.models.policy.Conditionable), or take another loss",
             )
-
-    @classmethod
-    def build(cls, config: RIPTConfig, parts: Parts) -> "RIPT":
-        """Build the algorithm from its settings and parts."""
-        return cls(
-            policy=parts.policy,
-            config=config,
-            learner=parts.policy_learner,
-            real_action_dim=parts.real_action_dim,
-            flow_steps=parts.flow_steps,
-            encoder_frozen=parts.encoder_frozen,
-            compute_dtype=parts.compute_dtype,
-        )
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
         """`acceptance`: the share of groups with unequal rewards."""
@@ -95,20 +82,20 @@ class RIPT(OwnRollouts):
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
         """A fresh state, with the given policy weights or freshly initialised ones."""
-        policy, policy_opt = self.learner.init(self.policy.init(key) if policy_params is None else policy_params)
+        policy, policy_opt = self.policy_learner.init(self.policy.init(key) if policy_params is None else policy_params)
         params, opt = {"policy": policy}, {"policy": policy_opt}
         if self.config.loss == "cfg":
             params["condition"] = {"embedding": condition.fresh(self.policy, policy)}
             opt["condition"] = self._condition_learner.init(params["condition"])[1]
-        ema = {} if self.learner.ema_decay is None else jax.tree.map(jnp.copy, params)
-        old = {name: self.learner.split(x)[0] if name == "policy" else x for name, x in params.items()}
+        ema = {} if self.policy_learner.ema_decay is None else jax.tree.map(jnp.copy, params)
+        old = {name: self.policy_learner.split(x)[0] if name == "policy" else x for name, x in params.items()}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             target=self.copied_small(old),
             ema=ema,
             opt=opt,
-            frozen=self.learner.frozen(policy),
+            frozen=self.policy_learner.frozen(policy),
         )
 
     def served(self, state: TrainState) -> Params | None:
@@ -168,15 +155,15 @@ class RIPT(OwnRollouts):
         `observations`, `actions` and `valid`.
         """
         acting = {name: state.ema.get(name, params) for name, params in state.params.items()}
-        acting["policy"] = self.learner.split(acting["policy"])[0]
+        acting["policy"] = self.policy_learner.split(acting["policy"])[0]
         target = self.that_rolled_out(state.target, acting, batch)
         of_rows, of_demos = jax.random.split(key)
         rows, demos = self._rows(batch, of_rows), self.demos(batch, of_demos)
-        trainable, frozen = self.learner.split(state.params["policy"])
-        old = target | {"policy": self.learner.join(target["policy"], frozen)}
+        trainable, frozen = self.policy_learner.split(state.params["policy"])
+        old = target | {"policy": self.policy_learner.join(target["policy"], frozen)}
 
         def loss(groups: dict[str, Params], parts: tuple[Rows, Demos | None]) -> tuple[Array, Metrics]:
-            params = groups | {"policy": self.learner.join(groups["policy"], frozen)}
+            params = groups | {"policy": self.policy_learner.join(groups["policy"], frozen)}
             logged = self.losses(params, old, parts[0])
             total = (parts[0].share * logged["ript/loss"]).mean()
             if parts[1] is not None:
@@ -188,9 +175,9 @@ class RIPT(OwnRollouts):
         _, logged, grads = accumulated(loss, groups, (rows, demos), self.config.parts)
         params, opt = dict(state.params), dict(state.opt)
         for name in params:
-            learner = self.learner if name == "policy" else self._condition_learner
+            learner = self.policy_learner if name == "policy" else self._condition_learner
             params[name], opt[name] = learner.step(params[name], grads[name], opt[name])
-        ema = {name: self.learner.average(average, params[name]) for name, average in state.ema.items()}
+        ema = {name: self.policy_learner.average(average, params[name]) for name, average in state.ema.items()}
         new = replace(state, step=state.step + 1, params=params, target=target, ema=ema, opt=opt)
         return new, self._metrics(logged, rows) | {"ript/grad_norm": optax.tree.norm(grads)}
 
@@ -254,7 +241,7 @@ class RIPT(OwnRollouts):
 
     @property
     def _condition_learner(self) -> Learner:
-        return replace(self.learner, mask=None)
+        return replace(self.policy_learner, mask=None)
 
     def _folded(self, params: dict[str, Params]) -> Params:
         """The policy's weights, with the condition (if any) added to its bias."""

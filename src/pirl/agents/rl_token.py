@@ -40,16 +40,15 @@ class RLToken(FrozenPolicy):
     """Acts with an edited chunk of the frozen policy, or the critic's best of several."""
 
     config: RLTokenConfig
-    flow_steps: int | None = None
-    """Euler steps when acting; None: as in training."""
+    flow_steps: int = 0
+    """Euler steps when acting; 0: as many as in training."""
 
     @classmethod
     def build(cls, config: RLTokenConfig, parts: Parts) -> "RLToken":
         """Build the algorithm from its settings and parts."""
         critic = parts.critic
         return cls(
-            **cls.parts_of(config, parts),
-            flow_steps=parts.flow_steps,
+            **cls.shared(config, parts),
             actor=ChunkActor.reading(
                 critic,
                 hidden=config.actor_hidden,

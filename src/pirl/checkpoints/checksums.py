@@ -160,7 +160,7 @@ def read_extra(folder: Path) -> dict[str, object]:
 
 
 def sha256(file: Path) -> str:
-    """Of a file's content."""
+    """Checksum of a file's content."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -19,7 +19,7 @@ Init = Callable[[str], Any] | Mapping[str, Any]
 """Fresh values for leaves a checkpoint lacks: a function of the "/"-joined path, or a tree."""
 
 
-def shapes_of(tree: Mapping[str, Any]) -> dict[str, Shape]:
+def leaf_shapes(tree: Mapping[str, Any]) -> dict[str, Shape]:
     """Path -> shape of every leaf."""
     return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
 
@@ -62,7 +62,7 @@ def fit(
     Leaves that are missing and match `allow_missing` are taken from `init`; any other difference is one error.
     """
     found, expected = flatten(params), flatten(reference)
-    missing = compare(shapes_of(params), shapes_of(reference), source=source, allow_missing=allow_missing)
+    missing = compare(leaf_shapes(params), leaf_shapes(reference), source=source, allow_missing=allow_missing)
     found |= _fresh(missing, expected, init, source)
     return nest({path: place(found[path], like) for path, like in expected.items()})
 

@@ -19,7 +19,7 @@ _PUBLIC_BUCKETS = ("openpi-assets", "vertex-model-garden-paligemma-us")
 
 
 def to_download(location: str | os.PathLike[str]) -> str:
-    """Where a gs:// or hf:// address is kept on this machine and is not yet; empty for what is here."""
+    """Local folder of a gs:// or hf:// address that is not downloaded yet; empty otherwise."""
     address = re.match(r"(gs|hf):/+(.*)", os.fspath(location))
     if address is None:
         return ""

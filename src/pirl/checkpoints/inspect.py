@@ -1,4 +1,4 @@
-"""What a checkpoint contains, from metadata alone; reads no array."""
+"""The contents of a checkpoint, from metadata alone; reads no array."""
 
 import io
 import math
@@ -8,20 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 from rich.console import Console
 from rich.table import Table
 
 from pirl.checkpoints.export_folder import norm_stats_dims
 from pirl.checkpoints.ocdbt import check_files, read_json
+from pirl.checkpoints.restore import stored_tree
 from pirl.checkpoints.torch_names import EXPERT_LM_HEAD
 from pirl.checkpoints.weights import find_params, kind_of, npz_headers, open_safetensors, openpi_leaves
-from pirl.errors import CheckpointError
+from pirl.files import size_of
 from pirl.names import ASSETS_ITEM, NORM_STATS_FILE, PARAMS_ITEM, SAFETENSORS_FILE, TRAIN_STATE_ITEM
+from pirl.text import size
 
 _COMPONENTS = (
     ("LoRA", r".*lora.*"),
@@ -75,7 +74,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     path: Path
     """The folder or file described: of several steps, the latest."""
@@ -96,7 +95,7 @@ class Description:
     norm_stats: Mapping[str, Mapping[str, int]]
     """Asset id -> key -> dimension."""
     train_state: tuple[str, ...]
-    """What is stored for resuming; empty where the checkpoint is for inference only."""
+    """The items for resuming; empty if the checkpoint is for inference only."""
     ema: bool | None
     """Are the weights a moving average (the raw ones are then in the train state)? None where it is not recorded."""
     written_by: str
@@ -116,7 +115,7 @@ class Description:
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """What lies at a local path, in any of the formats weights are loaded from."""
+    """Describe the weights at a local path, in any format that can be loaded."""
     path = Path(path).expanduser()
     kind = kind_of(path)
     folder, written_by, written_at, ema = path, "unknown", None, None
@@ -147,7 +146,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
         steps=_steps(folder) if kind == "openpi" else (),
         leaves=leaves,
         components=_components(leaves),
-        disk_bytes=_disk_bytes(files),
+        disk_bytes=size_of(files),
         norm_stats={} if kind == "npz" else _norm_stats(folder / ASSETS_ITEM),
         train_state=train_state,
         ema=ema,
@@ -164,8 +163,8 @@ def render(description: Description) -> str:
     facts.add_row("kind", f"{d.kind} ({d.model})")
     if d.step is not None:
         facts.add_row("step", f"{d.step} of {', '.join(map(str, d.steps))}" if len(d.steps) > 1 else str(d.step))
-    facts.add_row("weights", f"{d.parameters:,} parameters in {len(d.leaves)} arrays, {_size(d.bytes)}")
-    facts.add_row("on disk", _size(d.disk_bytes))
+    facts.add_row("weights", f"{d.parameters:,} parameters in {len(d.leaves)} arrays, {size(d.bytes)}")
+    facts.add_row("on disk", size(d.disk_bytes))
     if d.kind == "openpi":
         facts.add_row("resumable", f"yes: {', '.join(d.train_state)}" if d.train_state else "no: weights only")
         facts.add_row("average", {True: "moving average (EMA)", False: "raw weights", None: "not recorded"}[d.ema])
@@ -177,7 +176,7 @@ def render(description: Description) -> str:
         facts.add_row("norm stats", "none: OpenPI cannot serve it without")
     parts = Table("component", "arrays", "parameters", "size", "types")
     for c in d.components:
-        parts.add_row(c.name, str(c.leaves), f"{c.parameters:,}", _size(c.bytes), ", ".join(c.dtypes))
+        parts.add_row(c.name, str(c.leaves), f"{c.parameters:,}", size(c.bytes), ", ".join(c.dtypes))
     text = io.StringIO()
     Console(file=text, width=120, color_system=None, markup=False, emoji=False).print(facts, parts)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -219,18 +218,11 @@ def _safetensors_leaves(file: Path) -> tuple[dict[str, StoredLeaf], dict[str, st
 
 
 def _train_state(folder: Path) -> tuple[tuple[str, ...], bool | None]:
-    """What can be resumed, and whether the raw weights lie there because the checkpoint's own are an average."""
+    """The resumable items, and whether they include raw weights because the served ones are an EMA."""
     if not (folder / "_METADATA").is_file():
         return (), None
     check_files(folder)
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        tree: Any = handler.metadata(epath.Path(folder.absolute())).tree
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}", hint="the weights may still load") from error
-    finally:
-        handler.close()
-    kept = {str(key): value for key, value in tree.items() if value is not None and value != {}}
+    kept = {str(key): value for key, value in stored_tree(folder).items() if value is not None and value != {}}
     return tuple(kept), "params" in kept
 
 
@@ -260,13 +252,3 @@ def _steps(folder: Path) -> tuple[int, ...]:
         return ()
     siblings = folder.absolute().parent.iterdir()
     return tuple(sorted(int(s.name) for s in siblings if s.name.isdigit() and (s / PARAMS_ITEM).is_dir()))
-
-
-def _disk_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
-
-
-def _size(n: int) -> str:
-    power = min(3, max(0, len(str(n)) - 1) // 3)
-    return f"{n / 1000**power:.4g} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -1,4 +1,4 @@
-"""What pirl writes, by name. pirl deletes nothing else: unknown files are listed in an error and stay."""
+"""Names of the files that pirl writes. pirl deletes nothing else: unknown files are listed in an error and stay."""
 
 import json
 import re
@@ -25,11 +25,11 @@ _IN_RUN = re.compile(
     rf"({_RUN})(\.partial)?|\.({_RUN})\.[0-9a-f]+(\.partial|\.tmp(\.\w+)?)?|(success|failure)-\d+\.mp4|\.(\d+(\.{TRAIN_STATE_ITEM})?|{_RUN})\.deleted"
     r"|\d+\.orbax-checkpoint-tmp.*|\d+\.diverged-\d+"
 )
-"""What a run's folder holds beside its steps, with what a process that was killed leaves there."""
+"""Files of a run besides its steps, including those that a killed process leaves."""
 
 
 def foreign_in_run(directory: Path) -> list[str]:
-    """What lies in a run's folder and is not of a run."""
+    """Foreign files in a run's folder."""
     found = []
     for child in sorted(directory.iterdir()) if directory.is_dir() else []:
         if child.name.isdecimal() and child.is_dir():
@@ -40,7 +40,7 @@ def foreign_in_run(directory: Path) -> list[str]:
 
 
 def foreign_in_step(folder: Path) -> list[str]:
-    """What lies in a step's folder and is not of a checkpoint."""
+    """Foreign files in a step's folder."""
     return sorted(child.name for child in folder.iterdir() if child.name not in STEP_NAMES)
 
 
@@ -69,7 +69,7 @@ def is_unfinished_export(folder: Path) -> bool:
 
 
 def _writer(folder: Path) -> str:
-    """Who wrote an export, as its own files say."""
+    """The program that wrote an export, by its own files."""
     try:
         if (file := folder / SAFETENSORS_FILE).is_file():
             with file.open("rb") as opened:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from pirl import __version__
-from pirl.checkpoints.compare import shapes_of
+from pirl.checkpoints.compare import leaf_shapes
 from pirl.checkpoints.export_folder import NormStats, fresh_directory, write_norm_stats, write_texts
 from pirl.checkpoints.torch_names import (
     EMBED_TOKENS,
@@ -56,7 +56,7 @@ def save_pytorch(
     `bfloat16` rounds every tensor, as OpenPI's own converter does; `float32` can be read back bit by bit. Adapters must
     be merged first (`merge_lora`): the torch port has none. `texts` are further files by name.
     """
-    shapes = shapes_of(params)
+    shapes = leaf_shapes(params)
     tensors = torch_tensors(shapes)
     layout = state_dict_layout(shapes, dtype=dtype)
     # PyTorch ties these two and saves one; OpenPI's strict loader refuses a file that has both.

@@ -1,7 +1,8 @@
 """A tree of arrays from disk into the structure, types and shardings of a reference."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,29 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from pirl.checkpoints.compare import compare
+from pirl.checkpoints.compare import compare, leaf_shapes
 from pirl.errors import CheckpointError, listing
+from pirl.models.params import Params, flatten, nest
+
+
+@contextmanager
+def orbax_reader(folder: Path, **options: Any) -> Iterator[ocp.PyTreeCheckpointHandler]:
+    """Orbax's reader of one item; whatever it trips over is a damaged checkpoint."""
+    handler = ocp.PyTreeCheckpointHandler(**options)
+    try:
+        yield handler
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise damaged(folder, error) from error
+    finally:
+        handler.close()
+
+
+def stored_tree(folder: Path) -> Any:
+    """Shapes and types of an Orbax item, from its metadata alone."""
+    with orbax_reader(folder) as handler:
+        return handler.metadata(epath.Path(folder.absolute())).tree
 
 
 def restore_tree(folder: Path, reference: Any) -> Any:
@@ -21,35 +43,36 @@ def restore_tree(folder: Path, reference: Any) -> Any:
     type must agree: this is for going on exactly, not for fitting one model's weights to another.
     """
     likes, structure = _named(reference)
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + math.ceil(2 * _largest(likes) / 1e9))
-    path = epath.Path(folder.absolute())
-    try:
-        tree = handler.metadata(path).tree
-        stored, _ = _named(tree)
-        compare(_shapes(stored), _shapes(likes), source=str(folder), allow_missing="(?!)")
-        check_types(stored, likes, folder)
-        arguments = jax.tree_util.tree_map_with_path(lambda key, _: _restore_args(likes[_name(key)]), tree)
-        restored, _ = _named(handler.restore(path, args=ocp.args.PyTreeRestore(item=tree, restore_args=arguments)))
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise _unreadable(folder, error) from error
-    finally:
-        handler.close()
+    tree = stored_tree(folder)
+    _check(tree, likes, folder)
+    arguments = jax.tree_util.tree_map_with_path(lambda key, _: restore_args(likes[_name(key)]), tree)
+    largest = max((math.prod(like.shape) * np.dtype(like.dtype).itemsize for like in likes.values()), default=0)
+    with orbax_reader(folder, restore_concurrent_gb=concurrent_gb(largest)) as handler:
+        request = ocp.args.PyTreeRestore(item=tree, restore_args=arguments)
+        restored, _ = _named(handler.restore(epath.Path(folder.absolute()), args=request))
     return jax.tree.unflatten(structure, [restored[name] for name in likes])
+
+
+def restore_part(folder: Path, reference: Params) -> Params:
+    """The leaves of an Orbax item that the reference has, in its types and shardings; the others are not read."""
+    likes, stored = flatten(reference), flatten(stored_tree(folder))
+    wanted = {name: stored[name] for name in likes if name in stored}
+    compare(leaf_shapes(wanted), leaf_shapes(likes), source=str(folder), allow_missing="(?!)")
+    arguments = nest({name: restore_args(like) for name, like in likes.items()})
+    with orbax_reader(folder) as handler:
+        request = ocp.args.PyTreeRestore(item=nest(wanted), restore_args=arguments, partial_restore=True)
+        restored: Params = handler.restore(epath.Path(folder.absolute()), args=request)
+        return restored
 
 
 def check_tree(folder: Path, reference: Any) -> None:
     """Refuse an Orbax item whose names, shapes or types are not the reference's; reads its metadata alone."""
-    likes, _ = _named(reference)
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        stored, _ = _named(handler.metadata(epath.Path(folder.absolute())).tree)
-    except Exception as error:
-        raise _unreadable(folder, error) from error
-    finally:
-        handler.close()
-    compare(_shapes(stored), _shapes(likes), source=str(folder), allow_missing="(?!)")
+    _check(stored_tree(folder), _named(reference)[0], folder)
+
+
+def _check(tree: Any, likes: Mapping[str, Any], folder: Path) -> None:
+    stored, _ = _named(tree)
+    compare(leaf_shapes(stored), leaf_shapes(likes), source=str(folder), allow_missing="(?!)")
     check_types(stored, likes, folder)
 
 
@@ -67,13 +90,28 @@ def check_types(stored: Mapping[str, Any], likes: Mapping[str, Any], source: Pat
         )
 
 
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """The error for weights that cannot be read."""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return CheckpointError(f"{folder} cannot be read: {reason[:300]}", hint="the files are damaged: take another step")
+    return CheckpointError(
+        f"{path} cannot be read: {reason[:300]}",
+        hint="the files are incomplete or damaged: copy or download the checkpoint again, or take another step",
+    )
 
 
-def _shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+def restore_args(like: Any, dtype: Any = None) -> ocp.RestoreArgs:
+    """How Orbax restores a leaf: in the type and sharding of `like`; None: a NumPy array as stored."""
+    if like is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    sharding = like.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return ocp.ArrayRestoreArgs(sharding=sharding, dtype=like.dtype if dtype is None else dtype)
+
+
+def concurrent_gb(largest: int) -> int:
+    """Gigabytes that Orbax may read at once. It would take 96: twice the largest leaf keeps the disk busy and the host
+    small.
+    """
+    return 1 + math.ceil(2 * largest / 1e9)
 
 
 def _named(tree: Any) -> tuple[dict[str, Any], Any]:
@@ -84,12 +122,3 @@ def _named(tree: Any) -> tuple[dict[str, Any], Any]:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _largest(likes: dict[str, Any]) -> int:
-    return max((math.prod(like.shape) * np.dtype(like.dtype).itemsize for like in likes.values()), default=0)
-
-
-def _restore_args(like: Any) -> ocp.ArrayRestoreArgs:
-    sharding = like.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return ocp.ArrayRestoreArgs(sharding=sharding, dtype=like.dtype)

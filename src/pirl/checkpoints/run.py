@@ -241,7 +241,7 @@ class Checkpoints:
         return join_state(reference, weights, rest)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
-        """What was passed to `save` as `extra`."""
+        """The `extra` that was passed to `save`."""
         folder = self.directory / str(self._existing(step))
         try:
             return read_extra(folder)
@@ -321,7 +321,7 @@ class Checkpoints:
 
     @contextmanager
     def _save_errors(self, step: int) -> Iterator[None]:
-        """Whatever keeps Orbax from writing is one error, and the half-written folder goes."""
+        """Turn Orbax's write errors into one, and remove the half-written folder."""
         try:
             yield
         except Exception as error:

@@ -59,7 +59,7 @@ def check_directory(
 
 
 def _contents(directory: Path) -> tuple[list[str], list[str]]:
-    """What a folder holds, and what of it is more than a run that never started leaves."""
+    """The entries of a folder, and those that a run which never started does not leave."""
     names = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
     return names, [name for name in names if name not in (METADATA_FILE, LOCK_FILE)]
 
@@ -127,12 +127,12 @@ def io_errors(problem: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """What Orbax and TensorStore raise, in short: the cause stands at the end, before the description of the store."""
+    """The cause in an error of Orbax or TensorStore: it stands at the end, before the description of the store."""
     return (str(error) or type(error).__name__).split(" [tensorstore_spec")[0][-300:]
 
 
 def _aside(directory: Path) -> Path:
-    """Where a run lies while it is deleted."""
+    """Name of a run's folder during deletion."""
     return directory.with_name(f".{directory.name}.deleted")
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pirl import __version__
+from pirl.config_io import ABSENT, diff
 from pirl.errors import CheckpointError, PirlWarning, listing
+from pirl.nested import flatten
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
@@ -24,8 +26,6 @@ SHAPING = (
 """Keys below these shape the state, or what its weights mean: a checkpoint does not fit another value."""
 HARMLESS = ("model.dtype", "model.remat", "model.attention", "critic.dtype", "critic.dropout")
 """Exceptions: they change how the model is computed, not what is stored."""
-
-_ABSENT = object()
 
 
 def run_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,13 +73,10 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 
 def config_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Dotted key -> "old -> new" for everything that differs."""
-    old, current = _dotted(as_json(saved)), _dotted(as_json(new))
-    changes = {}
-    for key in sorted({**old, **current}):
-        before, after = old.get(key, _ABSENT), current.get(key, _ABSENT)
-        if before != after:
-            changes[key] = f"{_shown(before)} -> {_shown(after)}"
-    return changes
+    return {
+        path: f"{_shown(before)} -> {_shown(after)}"
+        for path, before, after in sorted(diff(as_json(saved), as_json(new)))
+    }
 
 
 def refused_changes(
@@ -93,7 +90,7 @@ def refused_changes(
 
     A setting that the saved configuration does not have is new in pirl, and no change.
     """
-    old = _dotted(as_json(saved))
+    old = flatten(as_json(saved), ".")
     return {
         key: f"{key}: {change}"
         for key, change in config_changes(saved, new).items()
@@ -130,19 +127,9 @@ def check_compatible(
     return changes
 
 
-def _dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an empty dict is a value."""
-    if not isinstance(tree, dict) or (not tree and prefix):
-        return {prefix.removesuffix("."): tree}
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _dotted(value, f"{prefix}{name}.")
-    return flat
-
-
 def _below(key: str, prefixes: Sequence[str]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _shown(value: Any) -> str:
-    return "(not set)" if value is _ABSENT else json.dumps(value)
+    return ABSENT if value == ABSENT else json.dumps(value)

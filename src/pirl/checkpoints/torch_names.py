@@ -37,7 +37,7 @@ _KEPT_FLOAT32 = (
 
 @dataclass(frozen=True)
 class _Rule:
-    """Where one of our leaves goes. `{}` in a name is the layer; several names split the next axis between them."""
+    """PyTorch name of one of our leaves. `{}` is the layer; several names split the next axis between them."""
 
     names: tuple[str, ...]
     pattern: str

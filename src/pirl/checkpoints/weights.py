@@ -22,9 +22,10 @@ import safetensors
 from etils import epath
 
 from pirl.checkpoints.checksums import verifying
-from pirl.checkpoints.compare import LORA, Init, check_finite, compare, fit, place, shapes_of
+from pirl.checkpoints.compare import LORA, Init, check_finite, compare, fit, leaf_shapes, place
 from pirl.checkpoints.fetch import fetch
 from pirl.checkpoints.ocdbt import check_files, read_json
+from pirl.checkpoints.restore import concurrent_gb, damaged, orbax_reader, restore_args, stored_tree
 from pirl.checkpoints.torch_names import EMBED_TOKENS, EXPERT_LM_HEAD, LM_HEAD, TorchTensor, torch_tensors
 from pirl.errors import CheckpointError, listing
 from pirl.models.params import Params, flatten, nest
@@ -35,7 +36,7 @@ __all__ = ["check_finite", "fit", "load", "load_openpi", "load_paligemma_npz", "
 logger = logging.getLogger(__name__)
 
 NOT_IN_PALIGEMMA = rf"{LORA}|PaliGemma/llm/.*_1/.*|(state_proj|action_|time_mlp_).*"
-"""What PaliGemma's own weights lack: the action expert, the state and action heads, adapters."""
+"""Weights that PaliGemma lacks: the action expert, the state and action heads, adapters."""
 
 
 def load(
@@ -77,8 +78,7 @@ def check_fits(location: str | os.PathLike[str], reference: Mapping[str, Any]) -
             _torch_keys(path, stored, _without_lora(reference))
     else:
         folder = find_params(path)
-        found = {name: tuple(leaf.shape) for name, leaf in openpi_leaves(folder)[0].items()}
-        compare(found, shapes_of(reference), source=str(folder))
+        compare(leaf_shapes(openpi_leaves(folder)[0]), leaf_shapes(reference), source=str(folder))
 
 
 def kind_of(path: Path) -> str:
@@ -137,15 +137,13 @@ def load_openpi(
     likes: dict[str, Any] = {}
     if reference is not None:
         likes = flatten(reference)
-        found = {name: tuple(leaf.shape) for name, leaf in stored.items()}
-        compare(found, shapes_of(reference), source=str(folder), allow_missing=allow_missing)
-    arguments = {name + suffix: _restore_args(likes.get(name), dtype) for name in stored}
+        compare(leaf_shapes(stored), leaf_shapes(reference), source=str(folder), allow_missing=allow_missing)
+    arguments = {name + suffix: restore_args(likes.get(name), dtype) for name in stored}
     item = nest({name + suffix: leaf for name, leaf in stored.items()})
-    # Orbax would read up to 96 GB at once; the two largest leaves keep the disk busy and the host small.
     largest = max(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in stored.values())
     with (
         verifying(folder.parent, PARAMS_ITEM, ASSETS_ITEM) if verify else nullcontext(),
-        _orbax(folder, restore_concurrent_gb=1 + math.ceil(2 * largest / 1e9)) as handler,
+        orbax_reader(folder, restore_concurrent_gb=concurrent_gb(largest)) as handler,
     ):
         restored = handler.restore(
             epath.Path(folder.absolute()),
@@ -161,9 +159,7 @@ def openpi_leaves(folder: Path) -> tuple[dict[str, Any], str]:
     """
     check_files(folder)
     read_json(folder / "_METADATA")
-    with _orbax(folder) as handler:
-        metadata = handler.metadata(epath.Path(folder.absolute()))
-    tree = getattr(metadata, "tree", metadata)
+    tree = stored_tree(folder)
     if not isinstance(tree, Mapping) or set(tree) != {PARAMS_ITEM} or not tree[PARAMS_ITEM]:
         raise CheckpointError(
             f"{folder} holds the item {sorted(tree) if isinstance(tree, Mapping) else type(tree).__name__}, "
@@ -287,32 +283,13 @@ def _as_float(array: np.ndarray) -> np.ndarray:
     return array.view(ml_dtypes.bfloat16) if _is_bfloat16(array.dtype) else array
 
 
-def _restore_args(like: Any, dtype: Any) -> ocp.RestoreArgs:
-    if like is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    sharding = like.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return ocp.ArrayRestoreArgs(sharding=sharding, dtype=like.dtype if dtype is None else dtype)
-
-
-@contextmanager
-def _orbax(folder: Path, **options: Any) -> Iterator[ocp.PyTreeCheckpointHandler]:
-    """Orbax's reader of one item; whatever it trips over is a damaged checkpoint."""
-    handler = ocp.PyTreeCheckpointHandler(**options)
-    try:
-        yield handler
-    except Exception as error:
-        raise _damaged(folder, error) from error
-    finally:
-        handler.close()
-
-
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
     try:
         with safetensors.safe_open(file, framework="np") as stored:
             yield stored
     except (OSError, safetensors.SafetensorError) as error:
-        raise _damaged(file, error) from error
+        raise damaged(file, error) from error
 
 
 @contextmanager
@@ -323,12 +300,4 @@ def _npz(file: Path) -> Iterator[Any]:
                 raise ValueError("not a zip of arrays")
             yield archive
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return CheckpointError(
-        f"{path} cannot be read: {reason[:300]}",
-        hint="the files are incomplete or damaged: copy or download the checkpoint again, or take another step",
-    )
+        raise damaged(file, error) from error

@@ -114,6 +114,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def console(width: int = 160) -> Any:
+    """A rich console that shows text as it is; where there is no window, lines of tables are not broken."""
+    from rich.console import Console
+
+    shown = Console(markup=False, emoji=False)
+    return shown if shown.is_terminal else Console(width=width, markup=False, emoji=False)
+
+
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into the verb's own words and dotted settings with their values."""
     own: list[str] = []

@@ -51,6 +51,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train and evaluate all runs, then print the table."""
+    from pirl.config import check_name
     from pirl.errors import ConfigError
     from pirl.recipes import cli
     from pirl.tune.compared import SUCCESS
@@ -68,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
         flags.error("runs are named and seeded by the comparison: --name, --seeds")
     tasks = [cli([source, *settings], prog=f"pirl {NAME}", about=HELP) for source in sources]
     name = args.name or tasks[0].name
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", name):
-        raise ConfigError(f"--name {name}", hint="it names a folder: letters, digits and . _ - + =, no slash")
+    check_name("--name", name)
     if args.metric is None and (lacking := [task.name for task in tasks if task.env is None]):
         raise ConfigError(
             f"{', '.join(lacking)} has no environment to evaluate in",

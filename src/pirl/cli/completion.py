@@ -102,11 +102,11 @@ def _recipes(prefix: str, **_: Any) -> list[str]:
 
 def _add_settings(parser: Parser, words: Sequence[str], *, all_of_them: bool) -> None:
     """Add a flag per setting; `all_of_them` includes settings without a dot and short names."""
-    from pirl.recipes.flags import _short_names
+    from pirl.recipes.flags import short_names
     from pirl.recipes.settings import part_kinds, settings
 
     config = _named(parser, words)
-    for action in _short_names("")._actions if all_of_them else ():
+    for action in short_names("")._actions if all_of_them else ():
         parser._add_action(action)
     for path, kinds in part_kinds(config).items():
         parser.add_argument(f"--{path.replace('_', '-')}", choices=kinds)

@@ -158,7 +158,7 @@ def check_ram() -> Check:
     import psutil
 
     free = psutil.virtual_memory().available
-    limit = _container_limit()
+    limit = container_limit()
     detail = f"{free / GIB:.1f} GiB available"
     if limit is not None and limit < free:
         free, detail = limit, f"{limit / GIB:.1f} GiB allowed to this container"
@@ -371,8 +371,8 @@ def _has_codec(name: str, mode: Literal["r", "w"]) -> bool:
     return True
 
 
-def _container_limit() -> int | None:
-    """The container's memory limit (cgroup v2), if any; psutil only reports the whole machine."""
+def container_limit() -> int | None:
+    """The memory a container may use (cgroup v2), where there is such a limit: psutil tells of the whole machine."""
     try:
         return int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):  # no cgroup v2, or "max"

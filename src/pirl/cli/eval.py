@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pirl.cli.app import Parser, positive
+from pirl.cli.app import Parser, console, positive
 
 NAME = "eval"
 HELP = """\
@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     add("--execute", type=positive, metavar="N", help="steps of a chunk to execute before replanning")
     add("--num-envs", type=positive, metavar="N", help="parallel environments")
     add("--backend", choices=("local", "process", "ray"), help="where environments run")
-    add("--seed", type=int, default=0, metavar="S", help="seed of the policy's noise (default 0)")
+    add("--seed", type=int, metavar="S", help="seed of the policy's noise (default 0; with --data the run's own)")
     add("--video", type=positive, nargs="?", const=3, metavar="N", help="save videos of N successes and failures (3)")
     add("--compare", metavar="OTHER", help="also evaluate this checkpoint on the same states and test the difference")
     text = "measure on held-out episodes instead, without an environment (default: of the run's own datasets)"
@@ -69,12 +69,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print, write."""
-    if args.seed < 0:
+    if args.seed is not None and args.seed < 0:
         args.usage_error("--seed is 0 or more")
     if args.data is not None:
         from pirl.cli import eval_data
 
         return eval_data.run(args)
+    args.seed = args.seed or 0
 
     from pirl.recipes import load
     from pirl.rollout.films import Highlights
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = load(args.recipe) if args.recipe else None
     found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
-    found = replace(found, config=_changed(found.config, args))
+    found = replace(found, config=changed_by_flags(found.config, args))
     other = find_checkpoint(args.compare, best=args.best, config=recipe) if args.compare else None
     asked = {"": _asked(args, found)}
     if other is not None:
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         other = replace(other, config=config)
         asked["compared_with"] = _asked(args, other)
     out = args.out or _own_folder(_default_folder(args, found, other), asked, overwrite=args.overwrite)
-    _check_target(out / FILE, asked, overwrite=args.overwrite)
+    check_target(out / FILE, asked, overwrite=args.overwrite)
     with build_pool(found.config) as pool:
         films = {name: Highlights(args.video or 0) for name in asked}
         evaluated = {"": _evaluate(args, found, pool, films[""])}
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             "result": evaluated["compared_with"].to_json(),
             "comparison": _comparison(*evaluated.values()),
         }
-    text = _write(out / FILE, result)
+    text = write_result(out / FILE, result)
     if args.video:  # after the results are written: filming must not lose them
         for name, seen in films.items():
             _film(seen.rollouts, found.config.env, pool.info.fps, out / name)
@@ -115,11 +116,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _changed(config: Any, args: argparse.Namespace) -> Any:
-    """The checkpoint's configuration with this command line's flags.
+def changed_by_flags(config: Any, args: argparse.Namespace) -> Any:
+    """The checkpoint's configuration with the flags of this command line.
 
-    best_of defaults to that of evaluations during training (1: plain samples), not to `rollout.best_of`, which is for
-    collection.
+    `rollout.best_of` is for collecting; what is evaluated is what training evaluates, by default a plain sample.
     """
     changes = {"best_of": 1 if config.evaluation is None else config.evaluation.best_of}
     names = ("best_of", "execute", "num_envs", "backend")
@@ -179,8 +179,8 @@ def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
     }
 
 
-def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Raise before simulating if the output exists and is not of this same evaluation; never replaces foreign files."""
+def check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Before an hour of simulation: is the place free, or that of this very evaluation? Files of others stay."""
     import json
 
     from pirl.errors import EnvError
@@ -206,10 +206,10 @@ def _check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> N
 
 def _evaluate(args: argparse.Namespace, found: Any, pool: Any, films: Any) -> Any:
     """Load a checkpoint and run all contexts; `films` gets every rollout. The weights are freed afterwards."""
+    from pirl.progress import Progress
     from pirl.rollout.contexts import fixed_contexts
     from pirl.rollout.evaluate import evaluate
     from pirl.training.acting import load_acting
-    from pirl.training.progress import Progress
 
     policy = load_acting(found).use(args.seed)
     label = f"{found.config.name}/{found.config.exp_name} {found.folder.name}"
@@ -268,7 +268,7 @@ def _comparison(first: Any, second: Any) -> dict[str, Any]:
     }
 
 
-def _write(file: Path, result: Mapping[str, Any]) -> str:
+def write_result(file: Path, result: Mapping[str, Any]) -> str:
     from pirl.checkpoints.run_directory import io_errors
     from pirl.files import json_text, write_text
 
@@ -280,24 +280,20 @@ def _write(file: Path, result: Mapping[str, Any]) -> str:
 
 def _show(result: Mapping[str, Any], evaluated: Mapping[str, Any], out: Path) -> None:
     """Print tables and the files' paths."""
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal:  # do not wrap lines in a file or pipe
-        console = Console(width=160, markup=False, emoji=False)
+    shown = console()
     for name, evaluation in evaluated.items():
         of = result[name] if name else result
-        console.print(_table(of["evaluation"], evaluation))
+        shown.print(_table(of["evaluation"], evaluation))
     if "compared_with" in result:
         c = result["compared_with"]["comparison"]
-        console.print(
+        shown.print(
             f"difference {c['difference']:+.3f}, p = {c['p_value']:.3g} (McNemar, exact, paired): both succeed "
             f"{c['both']} times, neither {c['neither']}, only the first {c['only_this']}, only the second "
             f"{c['only_other']}",
             highlight=False,
         )
     strip = f", {STRIP}" if (out / STRIP).exists() else ""
-    console.print(f"{out / FILE}{strip}", highlight=False, soft_wrap=True)
+    shown.print(f"{out / FILE}{strip}", highlight=False, soft_wrap=True)
 
 
 def _table(asked: Mapping[str, Any], evaluation: Any) -> Any:

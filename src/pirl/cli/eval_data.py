@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pirl.cli.app import console
+
 FILE, SAMPLES = "held_out.json", "samples.csv"
 WORST = 5
 """Number of samples with the largest losses to print."""
@@ -13,7 +15,7 @@ WORST = 5
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
-    from pirl.cli.eval import FOLDER, _changed, _check_target, _write
+    from pirl.cli.eval import FOLDER, changed_by_flags, check_target, write_result
     from pirl.recipes import load
     from pirl.training.acting import find_checkpoint
     from pirl.training.judging import check_comparable, comparison, judge, judged_data
@@ -22,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--data simulates nothing, so there is nothing to film: leave out --video")
     recipe = load(args.recipe) if args.recipe else None
     found = find_checkpoint(args.checkpoint, best=args.best, config=recipe)
-    found = replace(found, config=_changed(found.config, args))
+    found = replace(found, config=changed_by_flags(found.config, args))
+    if args.seed is not None:
+        found = replace(found, config=replace(found.config, seed=args.seed))
     checkpoints = {"": found}
     if args.compare:
         other = find_checkpoint(args.compare, best=args.best, config=recipe)
@@ -35,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         name += f"-vs-{checkpoints['compared_with'].config.name}-{checkpoints['compared_with'].folder.name}"
     file = (args.out or (found.run or Path()) / FOLDER / name) / FILE
-    _check_target(file, asked, overwrite=args.overwrite)
+    check_target(file, asked, overwrite=args.overwrite)
     if args.compare:
         check_comparable(*checkpoints.values())
     measured = {name: judge(one, data, trained=trained) for name, one in checkpoints.items()}
@@ -46,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             "result": measured["compared_with"].to_json(),
             "comparison": comparison(*measured.values()),
         }
-    text = _write(file, result)
+    text = write_result(file, result)
     samples = measured[""].samples()
     _write_samples(file.with_name(SAMPLES), samples)
     if args.json:
@@ -91,21 +95,17 @@ def _asked(found: Any, data: Any, trained: bool) -> dict[str, Any]:
 
 def _show(result: Mapping[str, Any], file: Path, samples: Mapping[str, Sequence[float]]) -> None:
     """Print tables and the file's path."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # do not wrap lines in a file or pipe
-        console = Console(width=160)
+    shown = console()
     told = [result, *([result["compared_with"]] if "compared_with" in result else [])]
-    console.print(_measured_on(told[0]), highlight=False)
-    console.print(_metrics(told))
-    console.print("mean error of each action dimension, in the robot's units", highlight=False)
-    console.print(_dimensions(told))
+    shown.print(_measured_on(told[0]), highlight=False)
+    shown.print(_metrics(told))
+    shown.print("mean error of each action dimension, in the robot's units", highlight=False)
+    shown.print(_dimensions(told))
     for line in _differences(told[-1].get("comparison", {})):
-        console.print(line, highlight=False)
+        shown.print(line, highlight=False)
     if line := _worst(samples):
-        console.print(line, highlight=False)
-    console.print(f"{file}, {SAMPLES}: every sample", highlight=False, soft_wrap=True)
+        shown.print(line, highlight=False)
+    shown.print(f"{file}, {SAMPLES}: every sample", highlight=False, soft_wrap=True)
 
 
 def _worst(samples: Mapping[str, Sequence[float]]) -> str:

@@ -170,7 +170,7 @@ def _load(path: Path, found: Any, config: Any, *, dtype: str | None) -> Any:
         return weights.load(path, param_shapes(config), dtype=dtype)
     if config is not None:
         shapes = {name: leaf.shape for name, leaf in found.leaves.items()}
-        fit.compare(shapes, fit.shapes_of(param_shapes(config)), source=str(path))
+        fit.compare(shapes, fit.leaf_shapes(param_shapes(config)), source=str(path))
     return weights.load_openpi(path, dtype=dtype)
 
 

@@ -34,15 +34,10 @@ def run(args: argparse.Namespace) -> int:
     """Run or show the loop."""
     from dataclasses import replace
 
-    from pirl.config_io import from_dict, parse_yaml, to_yaml
-    from pirl.errors import ConfigError
+    from pirl.config_io import from_dict, read_yaml, to_yaml
     from pirl.improve.config import LoopConfig
 
-    try:
-        text = args.loop.read_text("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{args.loop} cannot be read ({error})", hint="name the loop's YAML file") from error
-    config = from_dict(LoopConfig, parse_yaml(text))
+    config = from_dict(LoopConfig, read_yaml(args.loop))
     if args.generations:
         config = replace(config, generations=args.generations)
     if args.show:

@@ -1,11 +1,12 @@
 """`pirl inspect`: the contents of a recipe, a checkpoint or a dataset."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from pirl.data.config import DataConfig, Takeover
+from pirl.text import table
 
 NAME = "inspect"
 HELP = "Shows the contents of a recipe, a checkpoint or a dataset. Read-only; loads no weights."
@@ -93,7 +94,8 @@ def checkpoint(args: argparse.Namespace) -> Iterator[str]:
     found = describe(fetch(args.location))
     yield render(found)
     if args.leaves:
-        yield from table([(name, _shape(leaf.shape), leaf.dtype) for name, leaf in sorted(found.leaves.items())], "<<<")
+        rows = [(name, _shape(leaf.shape), leaf.dtype) for name, leaf in sorted(found.leaves.items())]
+        yield from table(rows, "<<<", indent="  ")
 
 
 def recipe(args: argparse.Namespace) -> Iterator[str]:
@@ -117,13 +119,13 @@ def recipe(args: argparse.Namespace) -> Iterator[str]:
         parts.setdefault(part_of(path), {})[path] = leaf
     header = ("part", "leaves", "parameters", "trainable", "bytes", "types")
     rows = [_summary(part, members, trains) for part, members in (parts | {"total": leaves}).items()]
-    yield from table([header, *rows], "<>>>><")
+    yield from table([header, *rows], "<>>>><", indent="  ")
     if args.leaves:
         listed = [
             (path, _shape(leaf.shape), leaf.dtype.name, "trains" if trains[path] else "frozen")
             for path, leaf in sorted(leaves.items())
         ]
-        yield from table(listed, "<<<<")
+        yield from table(listed, "<<<<", indent="  ")
 
 
 def policy_of(name: str) -> tuple[Any, Any]:
@@ -153,14 +155,6 @@ def part_of(path: str) -> str:
     if path.startswith("PaliGemma/llm/"):
         return "Gemma expert" if "_1/" in path else "Gemma VLM"
     return "heads"
-
-
-def table(rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
-    """Rows as lines with aligned columns; `align` has one `<` or `>` per column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
-        yield f"  {'  '.join(cells)}".rstrip()
 
 
 def _summary(name: str, leaves: Mapping[str, Any], trains: Mapping[str, bool]) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compute, show and write the statistics."""
-    from pirl.cli.inspect import table
     from pirl.data import lerobot
     from pirl.data.assets import asset_id
     from pirl.data.create import find_columns
@@ -38,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from pirl.data.outcomes import OutcomeRule
     from pirl.data.robots import get_robot
     from pirl.data.stats import compute_norm_stats
+    from pirl.text import table
 
     robot = get_robot(args.robot)
     folder = args.out or Path("assets") / asset_id(args.data[0])
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{key}: {len(found)} dimensions, in the model's units")
         columns = {name: getattr(found, name) for name in ("mean", "std", "q01", "q99")}
         numbers = [(str(i), *(f"{column[i]:.4f}" for column in columns.values())) for i in range(len(found))]
-        print("\n".join(table([("", *columns), *numbers], ">>>>>")))
+        print("\n".join(table([("", *columns), *numbers], ">>>>>", indent="  ")))
     origin = StatsOrigin(robot=robot.name, horizon=args.horizon, datasets=tuple(args.data))
     file = save_norm_stats(folder, stats, origin=origin, overwrite=args.overwrite)
     print(f"{int(data.lengths.sum())} steps of {len(data)} episodes -> {file}")

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 def ls(args: argparse.Namespace) -> Iterator[str]:
     """A table of all recipes."""
-    from pirl.cli.inspect import table
     from pirl.config_io import tag
     from pirl.recipes import ALIASES, get_config, list_configs
+    from pirl.text import table
 
     rows = [("recipe", "agent", "model", "trains", "robot", "chunk", "batch", "steps")]
     for name in [name for name in (*list_configs(), *ALIASES) if args.part in name]:
@@ -63,7 +63,7 @@ def ls(args: argparse.Namespace) -> Iterator[str]:
         agent = tag(type(config.agent))
         alias = f" (= {config.name})" if name in ALIASES else ""
         rows.append((name + alias, agent, family, config.freeze_rule, config.data.robot, chunk, *sizes))
-    yield from table(rows, "<<<<<<>>")
+    yield from table(rows, "<<<<<<>>", indent="  ")
 
 
 def show(args: argparse.Namespace) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pirl.cli.app import Parser, positive
 from pirl.errors import ConfigError
+from pirl.files import size_of
 
 NAME = "record"
 HELP = """\
@@ -72,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
         )
     root = _root(args)
     episodes, frames, won = _record(args, config, root)
-    size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
-    print(f"{episodes} episodes ({won} successful), {frames} steps; the dataset has {size / 1e6:.1f} MB -> {root}")
+    size = size_of(root) / 1e6
+    print(f"{episodes} episodes ({won} successful), {frames} steps; the dataset has {size:.1f} MB -> {root}")
     for line in _next_commands(args, config):
         print(line)
     return 0
@@ -91,8 +92,8 @@ def _root(args: argparse.Namespace) -> Path:
 
 def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int, int]:
     """Record; returns the numbers of (episodes, steps, successes)."""
+    from pirl.progress import Progress
     from pirl.rollout.record import RolloutRecorder, num_recorded, recording_contexts
-    from pirl.training.progress import Progress
 
     frames = won = 0
     with ExitStack() as parts:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from pirl.recipes import ALIASES, get_config, list_configs
     from pirl.report.page import build_page, write_page
     from pirl.report.run import read_runs
-    from pirl.report.scales import size
+    from pirl.text import size
 
     runs = read_runs(args.runs)
     recipes = {name: to_dict(get_config(name)) for name in (*list_configs(), *ALIASES)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pirl.cli.app import Parser, positive
+from pirl.cli.app import Parser, console, positive
 
 NAME = "serve"
 HELP = """\
@@ -257,8 +257,8 @@ def _shadow(args: argparse.Namespace, planners: Any) -> int:
     import json
 
     from pirl.data import lerobot
+    from pirl.progress import Progress
     from pirl.serve.shadow import shadow
-    from pirl.training.progress import Progress
 
     meta = lerobot.read_meta(lerobot.resolve(args.shadow))
     planner = planners(None)
@@ -281,12 +281,8 @@ def _shadow(args: argparse.Namespace, planners: Any) -> int:
 def _show(name: str, found: Any) -> None:
     """Print errors by action dimension and by step of the chunk."""
     import numpy as np
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:  # do not wrap lines in a file or pipe
-        console = Console(width=160)
     print(f"{name}: {found.chunks} chunks of {found.episodes} episodes, compared with the recorded actions")
     by_dim = Table("dimension", "error", "holding still", "spread of the data", title="mean over the chunk")
     for dim, spread in enumerate(found.spread):
@@ -296,5 +292,5 @@ def _show(name: str, found: Any) -> None:
     scale = np.maximum(found.spread, 1e-9)
     for step in range(len(found.error)):
         by_step.add_row(str(step), *(f"{(x[step] / scale).mean():.3f}" for x in (found.error, found.hold)))
-    console.print(by_dim)
-    console.print(by_step)
+    console().print(by_dim)
+    console().print(by_step)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pirl.cli.app import INTERRUPTED, positive
+from pirl.cli.app import INTERRUPTED, console, positive
 
 NAME = "tune"
 HELP = """\
@@ -85,6 +85,7 @@ def _check(args: argparse.Namespace, config: Any) -> None:
     """Raise if trials of this configuration cannot be compared, or the extra is missing."""
     import importlib.util
 
+    from pirl.config import check_name
     from pirl.errors import ConfigError, MissingExtraError
 
     if importlib.util.find_spec("optuna") is None:
@@ -101,8 +102,7 @@ def _check(args: argparse.Namespace, config: Any) -> None:
             f"evaluation.split is {config.evaluation.split!r}: tuning on test states invalidates results on them",
             hint="--evaluation.split validation",
         )
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", args.study):
-        raise ConfigError(f"--study {args.study}", hint="it names a folder: letters, digits and . _ - + =, no slash")
+    check_name("--study", args.study)
 
 
 def _search(args: argparse.Namespace, config: Any, space: Any, settings: Sequence[str]) -> int:
@@ -151,15 +151,12 @@ def _write_page(study: Any, recipe: str, settings: Sequence[str]) -> None:
 
 def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
     """Print the table of trials, the output files and the next commands."""
-    from rich.console import Console
     from rich.table import Table
 
     from pirl.tune.results import BEST_FILE, RESULTS_FILE, TABLE_FILE, described
 
     search, best = study.search, study.best()
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal:  # do not wrap lines in a file or pipe
-        console = Console(width=200, markup=False, emoji=False)
+    shown = console(200)
     title = f"{search.config.name}/{search.study}: {search.metric}, 95 % interval"
     table = Table("trial", "value", "state", *search.space, title=title, title_justify="left")
     for result in study.results():
@@ -167,11 +164,11 @@ def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
         state = result.state if result.state != "failed" else described(result)
         tried = (str(result.settings.get(path, "")) for path in search.space)
         table.add_row(f"{result.number}{mark}", str(result.last or ""), state, *tried)
-    console.print(table)
+    shown.print(table)
     names = ", ".join((RESULTS_FILE, TABLE_FILE, PAGE_FILE, *([BEST_FILE] if best is not None else [])))
-    console.print(f"{search.folder}: {names}", highlight=False, soft_wrap=True)
+    shown.print(f"{search.folder}: {names}", highlight=False, soft_wrap=True)
     for line in _next_commands(study, recipe, settings):
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        shown.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
 def _next_commands(study: Any, recipe: str, settings: Sequence[str]) -> list[str]:

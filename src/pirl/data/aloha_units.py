@@ -27,15 +27,6 @@ def aloha_state_to_pi(state: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
     return out
 
 
-def aloha_state_from_pi(state: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
-    """The inverse, for grippers inside their range (beyond it `aloha_state_to_pi` clips)."""
-    out = _FLIPS * state
-    reach = _HORN_RADIUS * np.sin(out[..., _GRIPPERS] * (_PI_OPEN - _PI_CLOSED) + _PI_CLOSED)
-    finger = reach + np.sqrt(reach**2 + _ARM_LENGTH**2 - _HORN_RADIUS**2)
-    out[..., _GRIPPERS] = (finger - _FINGER_CLOSED) / (_FINGER_OPEN - _FINGER_CLOSED)
-    return out
-
-
 def aloha_actions_to_pi(actions: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
     """ALOHA's actions in π₀'s pretraining space; a gripper command is offset, not scaled, as it is in radians."""
     out = _FLIPS * actions

@@ -19,8 +19,8 @@ import time
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,6 @@ import numpy as np
 import psutil
 from jaxtyping import UInt8
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pirl import paths
 from pirl.data import journal, lerobot, video, witness
@@ -38,18 +37,19 @@ from pirl.data.lerobot import DatasetMeta
 from pirl.data.schema import INFO_FILE
 from pirl.errors import DataError, PirlWarning
 from pirl.files import LEFTOVERS, replacing
+from pirl.progress import Progress
+from pirl.text import size
 
-_CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
+CODE_VERSION = 1  # raise it whenever the same key would mean other pixels
 _SMALL = 2**30  # decoding this much takes seconds; not worth a file
 _DAY = 24 * 3600
-_PLAIN_INTERVAL = 30.0
 _CHECKSUM = 8  # bytes behind the frames; CRC-32, which reads memory as fast as it is copied
 _MOST_MAPS = 32_768  # half of what Linux lets a process map by default
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Where decoded frames are kept."""
+    """Storage of decoded frames."""
 
     tier: Tier = "auto"
     """ram, disk, pool, or auto."""
@@ -66,7 +66,7 @@ def cache_key(
 ) -> str:
     """A hash of all that decides the pixels of one camera: metadata, files, size, resize method, this code."""
     digest = hashlib.sha256(journal.opened(meta.root, meta.root / INFO_FILE, Path.read_bytes))
-    digest.update(repr((_CODE_VERSION, camera, size, method, letterbox)).encode())
+    digest.update(repr((CODE_VERSION, camera, size, method, letterbox)).encode())
     files: dict[Path, None] = {}
     for episode in meta.episodes:
         span = episode.cameras[camera]
@@ -85,10 +85,10 @@ def choose_tier(*, total: int, missing: int, memory: int, disk: int) -> tuple[Ti
     if total <= min(_SMALL, memory // 2):
         return "ram", "they are few"
     if missing <= 0.9 * disk:
-        return "disk", f"they fit into the {format_bytes(disk)} free there, and the next run finds them"
+        return "disk", f"they fit into the {size(disk)} free there, and the next run finds them"
     if total <= memory // 2:
-        return "ram", f"the disk has {format_bytes(disk)} free, the memory {format_bytes(memory)}"
-    return "pool", f"neither the disk ({format_bytes(disk)} free) nor the memory ({format_bytes(memory)}) holds them"
+        return "ram", f"the disk has {size(disk)} free, the memory {size(memory)}"
+    return "pool", f"neither the disk ({size(disk)} free) nor the memory ({size(memory)}) holds them"
 
 
 class RecentArrays:
@@ -117,7 +117,7 @@ class RecentArrays:
                 self._cost -= self._kept.popitem(last=False)[1][1]
 
 
-def _map_limit() -> int:
+def map_limit() -> int:
     """How many maps may stay open. Each holds a file descriptor: their soft limit is raised as far as is useful and
     allowed, and half of them are left to the rest of the program.
     """
@@ -195,24 +195,24 @@ class FrameCache:
                 return
             missing = [key for key in self._keys() if not self._is_complete(key)]
             to_write = sum(map(self._bytes, missing))
-            disk, memory = _free_bytes(next(iter(self.folders.values()))), psutil.virtual_memory().available
+            disk, memory = free_bytes(next(iter(self.folders.values()))), psutil.virtual_memory().available
             if self.tier == "auto":
                 self.tier, why = choose_tier(total=self.nbytes, missing=to_write, memory=memory, disk=disk)
-                _say(f"frames of {self.meta.root.name}: {format_bytes(self.nbytes)}, tier {self.tier!r} because {why}")
+                _say(f"frames of {self.meta.root.name}: {size(self.nbytes)}, tier {self.tier!r} because {why}")
             if self.tier == "ram":
                 self._build_memory(missing, memory)
             elif self.tier == "disk" and to_write > disk:
-                self._fall_back(f"{format_bytes(to_write)} to write, {format_bytes(disk)} free")
+                self._fall_back(f"{size(to_write)} to write, {size(disk)} free")
             elif self.tier == "disk":
                 self._build_disk(missing, disk)
             if self.tier != "ram":
-                _MAPS.limit = _map_limit()
+                _MAPS.limit = map_limit()
             self._built = True
 
     def _build_memory(self, missing: Sequence[tuple[int, str]], memory: int) -> None:
         if self.nbytes > memory:
             raise DataError(
-                f"{self.meta.root}: the frames take {format_bytes(self.nbytes)}, the memory has {format_bytes(memory)}",
+                f"{self.meta.root}: the frames take {size(self.nbytes)}, the memory has {size(memory)}",
                 hint="use cache tier disk, pool or auto, or a smaller image size",
             )
 
@@ -230,7 +230,7 @@ class FrameCache:
             if missing:
                 # Each builder begins somewhere else, so that two at once share most of the work.
                 begin = random.randrange(len(missing))
-                where = f"{next(iter(self.folders.values())).parent} ({format_bytes(free)} free)"
+                where = f"{next(iter(self.folders.values())).parent} ({size(free)} free)"
                 self._run([*missing[begin:], *missing[:begin]], self._decode_to_disk, where)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -263,11 +263,15 @@ class FrameCache:
         doing: str = "decoding",
     ) -> None:
         frames = sum(self._shape(key)[0] for key in keys)
-        size = format_bytes(sum(map(self._bytes, keys)))
-        _say(f"frames of {self.meta.root.name}: {doing} {frames} frames, {size}, into {where}")
+        total = size(sum(map(self._bytes, keys)))
+        _say(f"frames of {self.meta.root.name}: {doing} {frames} frames, {total}, into {where}")
         pool = ThreadPoolExecutor(self.config.workers or os.cpu_count() or 1, thread_name_prefix="decode")
         try:
-            _follow({pool.submit(work, key): self._shape(key)[0] for key in keys})
+            submitted = {pool.submit(work, key): self._shape(key)[0] for key in keys}
+            with Progress(doing, frames, unit="frames") as progress:
+                for future in as_completed(submitted):
+                    future.result()
+                    progress.advance(submitted[future])
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -364,37 +368,11 @@ def _remove_leftovers(folder: Path) -> None:
                 leftover.unlink()
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
-def _follow(frames: Mapping[Future[None], int]) -> None:
-    """Wait for all, with a bar and the time left on a terminal, a line every now and then elsewhere."""
-    console, total, done, began = Console(stderr=True), sum(frames.values()), 0, time.monotonic()
-    said = began
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("decoding frames", total=total)
-        for future in as_completed(frames):
-            future.result()
-            done += frames[future]
-            progress.advance(task, frames[future])
-            now = time.monotonic()
-            if not console.is_terminal and now - said > _PLAIN_INTERVAL:
-                said = now
-                left = (now - began) / done * (total - done)
-                _say(f"decoded {done} of {total} frames, about {left:.0f} s left")
-
-
 def _say(text: str) -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def format_bytes(count: int) -> str:
-    """A size for people."""
-    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count / 1000:.1f} kB"

@@ -3,13 +3,20 @@
 Every function gives all problems it finds as errors with their hints, instead of raising the first one.
 """
 
-import shlex
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from pirl.data import lerobot
 from pirl.data.config import DataConfig
-from pirl.data.create import SYNTHETIC, create_tokenizer, find_columns, open_source, select_cameras
+from pirl.data.create import (
+    SYNTHETIC,
+    create_tokenizer,
+    find_columns,
+    how_to_compute,
+    missing_stats,
+    open_source,
+    select_cameras,
+)
 from pirl.data.dataset import LeRobotSource, MixedSource
 from pirl.data.normalize import load_norm_stats, load_origin
 from pirl.data.robots import Robot
@@ -90,14 +97,10 @@ def norm_stats_problems(
     config: DataConfig, robot: Robot, folder: Path, *, horizon: int, quantile: bool
 ) -> Iterator[PirlError | PirlWarning]:
     """Statistics in a folder that are missing, of another robot, or of another horizon."""
-    words = ["pirl", "norm-stats", *(config.repo_ids or ("DATASET",)), "--robot", robot.name]
-    command = shlex.join([*words, "--horizon", str(horizon), "--out", str(folder)])
-    if not (folder / NORM_STATS_FILE).is_file():
-        yield DataError(
-            f"no normalisation statistics at {folder / NORM_STATS_FILE}",
-            hint=f"compute them: {command}; or copy those of the checkpoint that training starts from",
-        )
+    if (missing := missing_stats(config, robot, horizon, folder)) is not None:
+        yield missing
         return
+    again = f"compute them again{how_to_compute(config, robot, horizon, folder, overwrite=True)}"
     try:
         stats, origin = load_norm_stats(folder), load_origin(folder)
     except PirlError as error:
@@ -110,20 +113,17 @@ def norm_stats_problems(
                 f"{folder / NORM_STATS_FILE}: {key} has {len(found)} dimensions"
                 f"{'' if found.q01 is not None else ' and no quantiles'}; "
                 f"robot {robot.name!r} needs {dim}{' with q01 and q99' if quantile else ''}",
-                hint=f"compute them again: {command} --overwrite",
+                hint=again,
             )
     if origin is not None and origin.robot != robot.name:
         yield DataError(
             f"{folder / NORM_STATS_FILE} was computed for robot {origin.robot!r}, this run is of {robot.name!r}",
-            hint=f"compute them again: {command} --overwrite",
+            hint=again,
         )
     if origin is not None and origin.horizon != horizon:
         problem = f"{folder / NORM_STATS_FILE} was computed for chunks of {origin.horizon} actions, the model predicts "
         problem += f"{horizon}"
         if any(robot.delta_mask):
-            yield DataError(
-                f"{problem}; statistics of relative actions depend on it",
-                hint=f"compute them again: {command} --overwrite",
-            )
+            yield DataError(f"{problem}; statistics of relative actions depend on it", hint=again)
         else:
             yield PirlWarning(f"{problem}: actions of {robot.name!r} are absolute, so that the numbers hardly differ")

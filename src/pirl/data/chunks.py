@@ -53,7 +53,7 @@ class EpisodeTable:
     state: Float32[Array, "N S"]
     """Proprioception."""
     actions: Float32[Array, "N A"]
-    """What was commanded."""
+    """The commanded action."""
     rewards: Float32[Array, "N"]
     """Reward of the row's action."""
     end: Int[Array, "N"]
@@ -175,7 +175,7 @@ def chunk_outcomes(
 
 
 def bootstrap_rows(table: EpisodeTable, rows: Int[Array, "B"], length: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Where the target bootstraps: row t + L, or the last of the episode where the target does not bootstrap."""
+    """Row that the target bootstraps from: t + L, or the episode's last row if it does not bootstrap."""
     return np.minimum(rows + length, table.end[rows] - 1)
 
 
@@ -352,7 +352,7 @@ def _plan_lengths(episode: Episode) -> Int[Array, "T"]:
 
 
 def _imitated(episode: Episode, rule: Imitated) -> Bool[Array, "T"]:
-    """Where one's own plans begin; everywhere in episodes that were not planned in chunks."""
+    """Whether a row is the start of a plan; all rows of episodes that were not planned in chunks."""
     if rule == "all" or episode.intended is None:
         return np.ones(len(episode), bool)
     known = _plan_lengths(episode)

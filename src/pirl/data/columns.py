@@ -40,7 +40,7 @@ class Column:
     dtype: str
     """A NumPy dtype, or one of string, image (PNG in the parquet) and video (mp4 beside it)."""
     shape: tuple[int, ...]
-    """Of one frame's value. Pictures are always height, width, 3, whichever order info.json lists."""
+    """Shape of one frame's value. Pictures are always height, width, 3, whichever order info.json lists."""
 
     @property
     def is_picture(self) -> bool:

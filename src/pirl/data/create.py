@@ -225,13 +225,28 @@ def find_norm_stats(config: DataConfig, robot: Robot, horizon: int) -> dict[str,
             "data: set asset_id or repo_ids to choose the normalisation statistics",
             hint=f"set asset_id to the folder below {config.assets_dir} that holds {names.NORM_STATS_FILE}",
         )
-    if not (folder / names.NORM_STATS_FILE).is_file():
-        words = ["pirl", "norm-stats", *(config.repo_ids or ("DATASET",)), "--robot", robot.name]
-        command = shlex.join([*words, "--horizon", str(horizon), "--out", str(folder)])
-        own = f"save_norm_stats({str(folder)!r}, compute_norm_stats(source, robot, {horizon}))"
-        raise DataError(
-            f"no normalisation statistics at {folder / names.NORM_STATS_FILE}",
-            hint=(f"compute them: {command}" if robot.name in ROBOTS else f"compute them in Python: {own}")
-            + "; or copy those of the checkpoint that training starts from",
-        )
+    if (missing := missing_stats(config, robot, horizon, folder)) is not None:
+        raise missing
     return load_norm_stats(folder)
+
+
+def missing_stats(config: DataConfig, robot: Robot, horizon: int, folder: Path) -> DataError | None:
+    """The error for a folder without statistics."""
+    file = folder / names.NORM_STATS_FILE
+    if file.is_file():
+        return None
+    how = f"compute them{how_to_compute(config, robot, horizon, folder)}"
+    return DataError(
+        f"no normalisation statistics at {file}",
+        hint=f"{how}; or copy those of the checkpoint that training starts from",
+    )
+
+
+def how_to_compute(config: DataConfig, robot: Robot, horizon: int, folder: Path, *, overwrite: bool = False) -> str:
+    """The command that computes the statistics of these settings; in Python for a robot that no command can name."""
+    named = config.robot if ":" in config.robot else robot.name
+    if ":" not in named and named not in ROBOTS:
+        more = ", overwrite=True" if overwrite else ""
+        return f" in Python: save_norm_stats({str(folder)!r}, compute_norm_stats(source, robot, {horizon}){more})"
+    words = ["pirl", "norm-stats", *(config.repo_ids or ("DATASET",)), "--robot", named, "--horizon", str(horizon)]
+    return f": {shlex.join([*words, '--out', str(folder), *(['--overwrite'] if overwrite else [])])}"

@@ -105,12 +105,29 @@ class LeRobotSource(EpisodeSource):
         self.cache.build()
         return self.cache.tier == "pool"
 
-    def describe_outcomes(self) -> str:
-        """Which outcome rule applied, and what it found."""
-        return outcomes.describe(self.rule, self.outcomes, self.columns)
+
+class _Derived(EpisodeSource):
+    """Episodes of other sources, whose cameras and pictures are alike."""
+
+    first: EpisodeSource
+    """One of them."""
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The cameras, which all sources share."""
+        return self.first.cameras
+
+    def frame_sizes(self) -> dict[str, tuple[int, int]]:
+        """Height and width of the pictures of each camera, the same in all sources."""
+        return dict(self.first.frame_sizes())
+
+    @property
+    def letterbox(self) -> bool:
+        """Whether pictures include the black borders that make them square."""
+        return self.first.letterbox
 
 
-class MixedSource(EpisodeSource):
+class MixedSource(_Derived):
     """Several sources one after the other, with how often each episode is to be sampled."""
 
     def __init__(self, sources: Sequence[EpisodeSource], weights: Sequence[float | int] | None = None) -> None:
@@ -124,7 +141,7 @@ class MixedSource(EpisodeSource):
                 hint="give each source one finite weight, none negative, not all zero",
             )
         _check_alike(sources)
-        self.sources = tuple(sources)
+        self.sources, self.first = tuple(sources), sources[0]
         self._ends = np.cumsum([len(source) for source in sources])
         per_source = [
             share * source.lengths / source.lengths.sum() for share, source in zip(shares, sources, strict=True)
@@ -140,20 +157,6 @@ class MixedSource(EpisodeSource):
     def lengths(self) -> Int[np.ndarray, "E"]:
         """Number of steps of each episode."""
         return np.concatenate([source.lengths for source in self.sources])
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """The cameras, which all sources share."""
-        return self.sources[0].cameras
-
-    def frame_sizes(self) -> dict[str, tuple[int, int]]:
-        """Height and width of the pictures of each camera, the same in all sources."""
-        return dict(self.sources[0].frame_sizes())
-
-    @property
-    def letterbox(self) -> bool:
-        """Whether pictures include the black borders that make them square."""
-        return self.sources[0].letterbox
 
     def prepare(self) -> bool:
         """Prepare all sources; True if one of them still decodes at each call."""
@@ -180,13 +183,13 @@ class MixedSource(EpisodeSource):
         return self.sources[which], index - int(self._ends[which]) + len(self.sources[which])
 
 
-class SubsetSource(EpisodeSource):
+class SubsetSource(_Derived):
     """Some of the episodes of a source, in its order."""
 
     def __init__(self, source: EpisodeSource, kept: Sequence[int] | Int[np.ndarray, "E"]) -> None:
-        self.source = source
+        self.source = self.first = source
         self.kept = [int(index) for index in kept]
-        """Where its episodes are in the source."""
+        """Indices of its episodes in the source."""
 
     @property
     def weights(self) -> Float[np.ndarray, "E"] | None:
@@ -198,20 +201,6 @@ class SubsetSource(EpisodeSource):
     def lengths(self) -> Int[np.ndarray, "E"]:
         """Number of steps of each episode."""
         return self.source.lengths[self.kept]
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """The cameras of the source."""
-        return self.source.cameras
-
-    def frame_sizes(self) -> dict[str, tuple[int, int]]:
-        """Height and width of the pictures of each camera."""
-        return dict(self.source.frame_sizes())
-
-    @property
-    def letterbox(self) -> bool:
-        """Whether pictures include the black borders that make them square."""
-        return self.source.letterbox
 
     def prepare(self) -> bool:
         """Prepare the whole source."""

@@ -45,9 +45,9 @@ def choose_encoding(codec: str | VideoEncoding) -> VideoEncoding:
         wanted = AV1 if codec == "av1" else H264
     else:
         raise DataError(f"unknown video codec {codec!r}", hint='use "av1", "h264" or a VideoEncoding')
-    if _can_encode(wanted.encoder):
+    if can_encode(wanted.encoder):
         return wanted
-    if codec == "av1" and _can_encode(H264.encoder):
+    if codec == "av1" and can_encode(H264.encoder):
         warn(f"this PyAV has no {AV1.encoder}; videos are written as H.264 instead", PirlWarning, stacklevel=3)
         return H264
     raise DataError(
@@ -56,7 +56,7 @@ def choose_encoding(codec: str | VideoEncoding) -> VideoEncoding:
     )
 
 
-def _can_encode(encoder: str) -> bool:
+def can_encode(encoder: str) -> bool:
     try:
         return bool(av.Codec(encoder, "w").is_encoder)
     except (av.FFmpegError, ValueError):  # PyAV's error for an unknown codec is a ValueError
@@ -142,7 +142,7 @@ def _ticks_per_frame(video: Any, fps: int) -> int:
 
 
 def video_info(path: Path) -> dict[str, Any]:
-    """What LeRobot's info.json says about a camera, read from a finished file."""
+    """A camera's entry in LeRobot's info.json, read from a finished file."""
     with av.open(str(path)) as container:
         video = container.streams.video[0]
         rate = video.average_rate or video.base_rate or 0

@@ -1,4 +1,4 @@
-"""Where episodes are stored in LeRobot's formats v2.1 and v3.0, and how they are committed atomically.
+"""Files of episodes in LeRobot's formats v2.1 and v3.0, and their atomic commit.
 
 An episode changes several files: parquet, videos, metadata. All of them are first staged, at the path they will have,
 then committed together (see `journal`).
@@ -46,7 +46,7 @@ _PANDAS_INDEX = "__index_level_0__"
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What the writer must know of a dataset to add an episode."""
+    """A dataset's metadata, as the writer needs it to add an episode."""
 
     info: dict[str, Any]
     """info.json."""
@@ -336,7 +336,7 @@ def _file_number(path: Path) -> tuple[int, int]:
 
 
 def new_file(staged: Path, relative: str) -> Path:
-    """Where a staged file is written; its folder is there."""
+    """Path of a new staged file; its folder exists."""
     path = staged / relative
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

@@ -161,7 +161,7 @@ def clip_warnings(
 def _normalised(
     source: LeRobotSource, robot: Robot, stats: NormStats, steps: int, quantile: bool
 ) -> Float[Array, "n A"]:
-    """What a critic sees of chunks of so many steps, before its clip; chunks start evenly over the dataset."""
+    """Chunks as a critic reads them, before its clip; they start evenly over the dataset."""
     every = max(1, int(source.lengths.sum()) // _ROWS)
     parts = []
     for index, meta in enumerate(source.meta.episodes):

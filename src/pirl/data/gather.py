@@ -21,7 +21,7 @@ from pirl.records import Array, ChunkBatch, Observations, Prompts
 
 @runtime_checkable
 class LowDimTransform(Protocol):
-    """What the loader needs of a robot's transforms: raw numbers and text in, the model's inputs out."""
+    """The loader's view of a robot's transforms: raw numbers and text in, the model's inputs out."""
 
     def low_dim(
         self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
@@ -42,7 +42,7 @@ class Draw:
     """A whole batch, over all hosts, before anything is copied."""
 
     residents: Sequence[Resident]
-    """What is drawn from: offline data, the replay buffer, or both."""
+    """Source of the rows: offline data, the replay buffer, or both."""
     part: Int[Array, "B"]
     """Which of them each sample comes from."""
     rows: Int[Array, "B"]
@@ -71,7 +71,7 @@ class Gatherer:
     critic_horizon: int
     """Steps of the critic's, from the same rows."""
     boundary: Boundary
-    """What a chunk holds beyond the end of its episode."""
+    """Padding of a chunk beyond the end of its episode."""
     n_step: int = 1
     """How many critic horizons a target counts."""
     next_observations: bool
@@ -85,7 +85,7 @@ class Gatherer:
     mine: Int[Array, "n"]
     """Which samples of the batch are this host's."""
     memory: FrameMemory = field(default_factory=FrameMemory)
-    """Where the pictures go."""
+    """Arrays for the pictures."""
 
     def gather(self, draw: Draw) -> ChunkBatch:
         """Copy this host's samples together. Numbers are computed of the whole batch: any sample may lend a tail."""

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 from PIL import Image, ImageDraw
 
+from pirl import text
 from pirl.data import journal, labels, lerobot, outcomes, video
-from pirl.data.cache import format_bytes
 from pirl.data.config import DataConfig
 from pirl.data.dataset import MODEL_SIZE, read_interventions, read_outcomes, read_tasks
 from pirl.data.fit import fitting_discount, median_length
@@ -47,13 +47,13 @@ class Inspection:
     tasks: Mapping[str, int]
     """Instruction, and the number of episodes that have it."""
     outcomes: str
-    """What the outcome rule found, or what is missing to have one."""
+    """Result of the outcome rule, or why none applies."""
     labels: str
     """Who labelled what with `pirl label`, and where they disagree; empty without labels."""
     interventions: str
     """How often operators acted in place of the policy, and the effect on training; empty without the column."""
     success: tuple[bool | None, ...]
-    """Of each episode; None if unlabelled."""
+    """Success of each episode; None if unlabelled."""
     stored_bytes: int
     """Size of its data and video files."""
     decoded_bytes: int
@@ -61,12 +61,12 @@ class Inspection:
 
     @property
     def steps(self) -> float:
-        """Of a median success; of a median episode where nothing is known to have succeeded."""
+        """Length of a median success; of a median episode if no success is known."""
         return median_length(self.lengths, self.success)
 
     def __str__(self) -> str:
         frames = int(self.lengths.sum())
-        stored, decoded = format_bytes(self.stored_bytes), format_bytes(self.decoded_bytes)
+        stored, decoded = text.size(self.stored_bytes), text.size(self.decoded_bytes)
         width = max(map(len, self.features))
         rows = [f"  {key:<{width}}  {one.dtype:<8} {one.shape}" for key, one in self.features.items()]
         return "\n".join(

@@ -162,7 +162,7 @@ def listed(root: Path, pattern: str) -> list[Path]:
 
 
 def consistent(root: Path, read: Callable[[], T]) -> T:
-    """What `read` finds in one state of the dataset; read again where a writer changed it meanwhile."""
+    """The result of `read` on one state of the dataset; repeats the read if a writer changed it meanwhile."""
     for tries in range(_PATIENCE):
         before = _state(root)
         try:

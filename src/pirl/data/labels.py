@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from pirl.data.schema import parse_json
 from pirl.errors import DataError, listing
+from pirl.files import sync
 
 LABELS_FILE = "meta/pirl_labels.jsonl"
 MAX_NAME = 80
@@ -33,7 +34,7 @@ class Label:
     episode_index: int
     """The dataset's own number of the episode."""
     by: str
-    """Who said it."""
+    """Name of the annotator."""
     outcome: Choice | None
     """None withdraws what this person said before."""
     moment: int | None = None
@@ -43,7 +44,7 @@ class Label:
     at: str = ""
     """When, in UTC."""
     score: float | None = None
-    """Of a classifier's label: its probability of success. None: a person said it."""
+    """A classifier's probability of success. None: a person's label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +56,12 @@ class Verdict:
 
     @property
     def by_people(self) -> tuple[Label, ...]:
-        """Those that people gave."""
+        """Labels by people."""
         return tuple(label for label in self.labels if label.score is None)
 
     @property
     def counted(self) -> tuple[Label, ...]:
-        """Those that decide."""
+        """Labels that decide."""
         return self.by_people or self.labels
 
     @property
@@ -204,7 +205,7 @@ def _locked(path: Path) -> Iterator[int]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         if new:
-            _sync_folder(path.parent)
+            sync(path.parent)
         yield file
     finally:
         os.close(file)
@@ -233,11 +234,3 @@ def _whole(line: bytes) -> bool:
 def _write(file: int, data: bytes) -> None:
     while data:
         data = data[os.write(file, data) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

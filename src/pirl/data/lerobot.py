@@ -23,7 +23,7 @@ from pirl.errors import DataError, listing
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Where a run of rows or frames begins; its length is the episode's."""
+    """Start of a run of rows or frames; its length is the episode's."""
 
     path: Path
     """The file."""
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeMeta:
-    """Where one episode is."""
+    """Location of one episode."""
 
     index: int
     """The dataset's own number for it (`episode_index`)."""
@@ -100,7 +100,7 @@ class DatasetMeta:
 
 
 def to_download(name: str | Path) -> list[Path]:
-    """Where a dataset was looked for that only the hub may have; empty if it is here, or is no repo id."""
+    """Folders searched for a dataset that only the hub may have; empty if it is here, or is no repo id."""
     looked = _places(name)
     here = any((folder / INFO_FILE).is_file() for folder in looked)
     return [] if here or not _is_repo_id(name) else looked

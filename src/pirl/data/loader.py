@@ -155,7 +155,7 @@ class ACRLPDDataLoader:
             self._pool.refresh_memory_pool(epoch_seed)
 
     def get_dataset_statistics(self) -> dict[str, DatasetStatistics]:
-        """What the data holds, of the whole sources and not of the pool alone: `offline` and `online`."""
+        """Statistics of the whole sources, not only of the pool: `offline` and `online`."""
         statistics = {}
         if self._pool is not None:
             statistics["offline"] = dataset_statistics(self._pool.source)

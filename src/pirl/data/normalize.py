@@ -52,7 +52,7 @@ class NormStats:
 
 @dataclass(frozen=True, kw_only=True)
 class StatsOrigin:
-    """What statistics were computed for; `norm_stats.json` holds it beside them, where OpenPI does not look."""
+    """Robot, horizon and datasets of statistics; in `norm_stats.json` beside them, where OpenPI does not look."""
 
     robot: str
     """The robot's name."""
@@ -106,7 +106,7 @@ def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
 
 
 def load_origin(path: str | Path) -> StatsOrigin | None:
-    """What the statistics in a file or folder were computed for; None if unknown, as in OpenPI's files."""
+    """Robot, horizon and datasets of the statistics in a file or folder; None if unknown, as in OpenPI's files."""
     _, content = _read_stats(path)
     found = content.get(_ORIGIN) if isinstance(content, dict) else None
     if not isinstance(found, dict) or not isinstance(found.get("horizon"), int):

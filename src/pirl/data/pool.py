@@ -293,7 +293,7 @@ def episode_weights(source: EpisodeSource) -> Float[Array, "E"] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetStatistics:
-    """What a source holds, counted over all its episodes."""
+    """Statistics of a source over all its episodes."""
 
     episodes: int
     """Number of episodes."""
@@ -349,7 +349,7 @@ def low_dim_digest(episode: Episode) -> bytes:
     """A hash of one episode's low-dimensional half, sizes and kinds of numbers included."""
     digest = hashlib.blake2b(repr((episode.task, episode.success)).encode(), digest_size=16)
     columns = (episode.state, episode.actions, episode.rewards, episode.terminated, episode.truncated)
-    for column in (*columns, episode.intended, episode.intervention):
+    for column in (*columns, episode.intended, episode.intervention, episode.observed):
         if column is not None:
             digest.update(f"{column.dtype.str}{column.shape}".encode())
             digest.update(np.ascontiguousarray(column).data.cast("B") if column.size else b"")

@@ -13,7 +13,7 @@ from pirl.data.schema import INFO_FILE, parse_json
 from pirl.errors import DataError, PirlWarning
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError)
-"""What Arrow raises over a damaged file, besides what it should."""
+"""Exceptions of Arrow on a damaged file."""
 
 
 def read_json(root: Path, file: Path, *, lines: bool = False) -> Any:

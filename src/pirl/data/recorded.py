@@ -25,7 +25,7 @@ class Recorded:
         self._cameras = robot.find_cameras(self.meta.features, self.meta.cameras) if robot.cameras else {}
 
     def observations(self, episode: lerobot.EpisodeMeta, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """What was seen at these steps of an episode."""
+        """Observations at these steps of an episode."""
         robot = self._robot
         films = {
             robot.cameras[slot][0]: video.read_frames(self.meta, episode, key, size=self._size, method="exact")

@@ -1,15 +1,12 @@
 """A replay buffer: the newest episodes of a run, bounded in number and in bytes, saved with the checkpoint.
 
-Episodes are stored one file each, named after their number and a hash of their content, so saving writes only what is
-new, restoring can tell a damaged file, and two histories of one run (resumed from an older checkpoint) never collide.
-What a checkpoint has to remember is the small dictionary `save` returns.
+Episodes are stored one file each (`episode_store`), so saving writes only what is new. A checkpoint remembers the small
+dictionary that `save` returns.
 """
 
-import hashlib
 import threading
-import zipfile
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from pirl.data import episode_store
 from pirl.data.config import Imitated
-from pirl.data.pool import Frames, Resident, low_dim_digest, make_resident
+from pirl.data.pool import Frames, Resident, make_resident
 from pirl.data.takeovers import NO_MEANING, TakeoverRule
 from pirl.errors import CheckpointError, ConfigError, DataError
-from pirl.files import read_arrays, write_arrays
-from pirl.names import EPISODE_FILE
 from pirl.records import Array, Episode, EpisodeSource
 
 
@@ -126,7 +122,7 @@ class ReplayBuffer(EpisodeSource):
     def append(self, episode: Episode, frames: Frames) -> None:
         """Add an episode; the oldest are forgotten until it fits. The arrays are kept, not copied."""
         _check_frames(episode, frames, self.cameras)
-        size = sum(array.nbytes for array in _columns(episode, frames).values())
+        size = sum(array.nbytes for array in _arrays(episode, frames).values())
         if size > self.max_bytes:
             raise DataError(
                 f"an episode of {len(episode)} steps takes {size} bytes, the replay buffer holds {self.max_bytes}",
@@ -145,25 +141,24 @@ class ReplayBuffer(EpisodeSource):
     def save(self, directory: Path) -> dict[str, Any]:
         """Write the episodes that are not there yet; returns what `restore` needs (plain JSON).
 
-        Files of forgotten episodes stay, because an older checkpoint may still name them: see `prune`.
+        Files of forgotten episodes stay, because an older checkpoint may still name them.
         """
         directory.mkdir(parents=True, exist_ok=True)
         with self._lock:
             ring, appended = tuple(self._ring), self._appended
         for stored in ring:
-            if stored.number not in self._files:
-                name = f"{stored.number:08d}-{_digest(stored.episode, stored.frames)}.npz"
-                self._files[stored.number] = name
-            if not (path := directory / self._files[stored.number]).exists():
-                write_arrays(path, _columns(stored.episode, stored.frames))
+            name = self._files.get(stored.number)
+            if name is None or not (directory / name).exists():
+                arrays = _arrays(stored.episode, stored.frames)
+                self._files[stored.number] = episode_store.write(directory, stored.number, arrays)
         return {"appended": appended, "episodes": [self._files[stored.number] for stored in ring]}
 
     def restore(self, directory: Path, state: Mapping[str, Any]) -> None:
         """Replace the contents by what `save` wrote; refuses missing or damaged files."""
         ring: deque[_Stored] = deque()
         for name in state["episodes"]:
-            episode, frames = _read(directory / name, self.cameras)
-            size = sum(array.nbytes for array in _columns(episode, frames).values())
+            episode, frames = episode_store.read(directory / name, self._of)
+            size = sum(array.nbytes for array in _arrays(episode, frames).values())
             ring.append(_Stored(int(name.split("-")[0]), episode, frames, size))
         total = sum(stored.size for stored in ring)
         if len(ring) > self.max_episodes or total > self.max_bytes:
@@ -177,19 +172,12 @@ class ReplayBuffer(EpisodeSource):
             self._files = {stored.number: name for stored, name in zip(ring, state["episodes"], strict=True)}
             self._publish()
 
+    def _of(self, arrays: Mapping[str, Array]) -> tuple[Episode, Frames]:
+        return episode_store.episode_of(arrays), {camera: arrays[f"frames.{camera}"] for camera in self.cameras}
+
     def _publish(self) -> None:
         items = tuple((stored.episode, stored.frames) for stored in self._ring)
         self._contents = MemorySource(cameras=self.cameras, items=items)
-
-
-def prune(directory: Path, keep: Iterable[Mapping[str, Any]]) -> list[Path]:
-    """Delete the episode files which none of these saved states names, and those of killed processes; returns which."""
-    named = {name for state in keep for name in state["episodes"]}
-    episodes = [path for path in sorted(directory.glob("*")) if EPISODE_FILE.fullmatch(path.name)]
-    unused = [path for path in episodes if path.name not in named]
-    for path in unused:
-        path.unlink(missing_ok=True)
-    return unused
 
 
 class ReplayStream:
@@ -210,7 +198,7 @@ class ReplayStream:
         self._built: tuple[MemorySource | None, Resident | None] = (None, None)
 
     def resident(self, step: int) -> Resident | None:
-        """What batch `step` is drawn from; None while the buffer is empty."""
+        """The rows that batch `step` is drawn from; None while the buffer is empty."""
         contents = self.replay.snapshot()
         if contents is not self._built[0]:
             self._built = (contents, self._build(contents))
@@ -223,58 +211,9 @@ class ReplayStream:
         return make_resident(contents, indices, frames=contents.frames, **self._rules)
 
 
-def _columns(episode: Episode, frames: Frames) -> dict[str, Array]:
-    """An episode and its pictures as arrays, ready for a file."""
-    outcome = -1 if episode.success is None else int(episode.success)
-    columns = {
-        "task": np.array(episode.task),
-        "success": np.array(outcome, np.int8),
-        "state": episode.state,
-        "actions": episode.actions,
-        "rewards": episode.rewards,
-        "terminated": episode.terminated,
-        "truncated": episode.truncated,
-    }
-    optional = {"intended": episode.intended, "intervention": episode.intervention, "observed": episode.observed}
-    optional |= {f"frames.{camera}": pixels for camera, pixels in frames.items()}
-    return columns | {name: column for name, column in optional.items() if column is not None}
-
-
-def _digest(episode: Episode, frames: Frames) -> str:
-    digest = hashlib.blake2b(low_dim_digest(episode), digest_size=8)
-    for camera in sorted(frames):
-        digest.update(f"{camera}{frames[camera].shape}".encode())
-        digest.update(np.ascontiguousarray(frames[camera]).data.cast("B"))
-    return digest.hexdigest()
-
-
-def _read(path: Path, cameras: tuple[str, ...]) -> tuple[Episode, Frames]:
-    """Read one file and check it against the hash in its name."""
-    try:
-        arrays = read_arrays(path)
-        frames = {camera: arrays[f"frames.{camera}"] for camera in cameras}
-        outcome = int(arrays["success"])
-        episode = Episode(
-            task=str(arrays["task"]),
-            success=None if outcome < 0 else bool(outcome),
-            intended=arrays.get("intended"),
-            intervention=arrays.get("intervention"),
-            observed=arrays.get("observed"),
-            **{name: arrays[name] for name in ("state", "actions", "rewards", "terminated", "truncated")},
-        )
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", hint="restore the replay folder that belongs to it") from error
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as an episode of the cameras {cameras}: {error}",
-            hint="the file is damaged, or the run had other cameras; restore the replay folder that belongs to it",
-        ) from error
-    if (found := _digest(episode, frames)) != path.stem.split("-")[-1]:
-        raise CheckpointError(
-            f"{path} holds other content than its name says (hash {found})",
-            hint="the file was changed or damaged; restore the replay folder that belongs to the checkpoint",
-        )
-    return episode, frames
+def _arrays(episode: Episode, frames: Frames) -> dict[str, Array]:
+    pictures = {f"frames.{camera}": pixels for camera, pixels in frames.items()}
+    return episode_store.episode_arrays(episode) | pictures
 
 
 def _check_frames(episode: Episode, frames: Frames, cameras: tuple[str, ...]) -> None:

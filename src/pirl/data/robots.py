@@ -43,11 +43,11 @@ class Robot:
     unused_cameras: tuple[str, ...] = ()
     """Keys of pictures that are known and not looked at."""
     state_keys: tuple[tuple[str, ...], ...] = ((f"observation/{STATE}",), (STATE,), (LEROBOT_STATE,))
-    """Where the state is found, best first; the values of one entry's keys are joined."""
+    """Possible keys of the state, best first; the values of one entry's keys are joined."""
     action_keys: tuple[str, ...] = (ACTIONS, LEROBOT_ACTION)
-    """Where the actions are found, best first."""
+    """Possible keys of the actions, best first."""
     prompt_keys: tuple[str, ...] = (PROMPT, "task")
-    """Where the instruction is found, best first."""
+    """Possible keys of the instruction, best first."""
     state_dim: int
     """Size of the state."""
     action_dim: int

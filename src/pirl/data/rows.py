@@ -168,7 +168,7 @@ def _check_rows(
 
 
 def _place(episodes: Sequence[EpisodeMeta], row: int) -> str:
-    """Whose row that is."""
+    """The episode and frame of a row."""
     for episode in episodes:
         if row < episode.length:
             return f": episode {episode.index}, frame {row}"

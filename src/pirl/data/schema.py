@@ -35,9 +35,9 @@ class Feature:
     dtype: str
     """`video`, `image`, `string`, or a NumPy name such as `float32`; others (`language`) are not read."""
     shape: tuple[int, ...]
-    """Of one row. (1,) is stored, and read, as a scalar."""
+    """Shape of one row. (1,) is stored and read as a scalar."""
     names: tuple[str, ...] = ()
-    """What the entries (or the axes of a picture) are called, where the dataset says so."""
+    """Names of the entries (or of a picture's axes), if the dataset has them."""
     depth: bool = False
     """A depth map rather than a picture; not read."""
 
@@ -69,7 +69,7 @@ class Info:
     """info.json, checked."""
 
     file: Path
-    """Where it is."""
+    """Its path."""
     version: str
     """One of VERSIONS."""
     fps: int | float
@@ -81,11 +81,11 @@ class Info:
     chunks_size: int
     """v2.0 and v2.1: episodes per folder."""
     data_path: str
-    """Where the rows are: a template."""
+    """Template of the files with rows."""
     video_path: str | None
-    """Where the videos are: a template."""
+    """Template of the video files."""
     totals: Mapping[str, int]
-    """How many episodes and frames there should be, where it says so."""
+    """Declared numbers of episodes and frames, if any."""
 
     @property
     def videos(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def demonstrate(rng: np.random.Generator) -> Episode:
 
 
 def picture(position: Float[Array, "B 2"]) -> UInt8[Array, "B 24 24 3"]:
-    """What the camera sees: the goal in green, the trap in red, the point in white."""
+    """The camera's picture: the goal in green, the trap in red, the point in white."""
     image = np.zeros((len(position), PICTURE, PICTURE, 3), np.uint8)
     for places, colour in ((GOAL[None], (0, 200, 0)), (TRAP[None], (200, 0, 0)), (position, (255, 255, 255))):
         column, row = np.clip(((places * [1, -1] + 1.2) / 2.4 * PICTURE).astype(int), 1, PICTURE - 2).T

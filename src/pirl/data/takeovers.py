@@ -29,7 +29,7 @@ class TakeoverRule:
     """The settings `data.takeover`, `data.takeover_window` and `data.takeover_reward`."""
 
     meaning: Takeover = "ignore"
-    """What a takeover is to a critic."""
+    """Meaning of a takeover for a critic."""
     window: int = 0
     """How many of the policy's steps before it are blamed."""
     reward: float = 0.0

@@ -20,7 +20,7 @@ class Tasks:
 
     @classmethod
     def of(cls, source: EpisodeSource | None) -> "Tasks":
-        """Those of all episodes of a source."""
+        """Tasks of all episodes of a source."""
         longest: dict[str, int] = {}
         for index, length in enumerate(() if source is None else source.lengths.tolist()):
             assert source is not None
@@ -32,6 +32,6 @@ class Tasks:
         return cls(numbers=numbers, longest=np.array([*steps, max(steps, default=1)], np.int32))
 
     def columns(self, tasks: Sequence[str]) -> dict[str, Int[Array, "B"]]:
-        """What a batch says of its rows' tasks; those that only a replay buffer has count as one."""
+        """Task columns of a batch; tasks that only the replay buffer has count as one."""
         number = np.array([self.numbers.get(task, len(self.numbers)) for task in tasks], np.int32)
         return {"task": number, "task_steps": self.longest[number]}

@@ -23,7 +23,7 @@ from pirl.paths import tokenizer_path
 from pirl.records import Array
 
 PALIGEMMA_URL = "gs://big_vision/paligemma_tokenizer.model"
-"""Where OpenPI takes the tokenizer from; public, no account needed."""
+"""OpenPI's address of the tokenizer; public, no account needed."""
 
 STATE_BINS = np.linspace(-1.0, 1.0, 256 + 1)[:-1]
 

@@ -19,6 +19,7 @@ from pirl.data.robots import Robot
 from pirl.data.tokenizer import PromptEncoder, Tokenizer
 from pirl.errors import ConfigError, DataError
 from pirl.names import ACTIONS, CAMERAS, IMAGE, IMAGE_MASK, STATE, TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK
+from pirl.nested import flatten
 from pirl.records import Array
 
 
@@ -181,17 +182,6 @@ def _pad(x: Float[Array, "*B D"], dim: int) -> Float32[Array, "*B M"]:
     out = np.zeros((*x.shape[:-1], dim), np.float32)
     out[..., : x.shape[-1]] = x
     return out
-
-
-def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with "/" between the levels of a key."""
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}/"))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def parse_image(value: Any, key: str) -> UInt8[Array, "h w 3"]:

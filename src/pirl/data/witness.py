@@ -30,7 +30,7 @@ Recorded = Mapping[int, Mapping[str, Bounds]]
 
 
 def recorded(meta: DatasetMeta, keys: Collection[str]) -> Recorded:
-    """What the dataset says of these features, by episode; nothing of what it does not say, or not legibly."""
+    """The dataset's own statistics of these features, by episode; missing or illegible ones are left out."""
     found: dict[int, dict[str, Bounds]] = {}
     try:
         for index, entry in _entries(meta, keys):

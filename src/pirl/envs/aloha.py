@@ -129,7 +129,7 @@ def picture_key(camera: str) -> str:
 
 
 def _action_space(model: Any) -> gymnasium.spaces.Box:
-    """What the joints can reach; for information, nothing is clipped to it."""
+    """Range of the joints; for information, nothing is clipped to it."""
     arms = [*range(6), *range(8, 14)]
     ranges = np.insert(model.jnt_range[arms], [6, 12], [0.0, 1.0], axis=0).astype(np.float32)
     return gymnasium.spaces.Box(ranges[:, 0], ranges[:, 1])

@@ -7,7 +7,7 @@ differ, and room for reinforcement learning to improve.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -17,38 +17,36 @@ from pirl.envs.aloha import AlohaEnv
 from pirl.envs.config import AlohaConfig
 from pirl.envs.recording import act_out
 from pirl.errors import ConfigError
+from pirl.ranges import Bounds, Checked, NotNegative, Share
 from pirl.records import Array, Context, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlohaDials:
+class AlohaDials(Checked):
     """How well, and how fast, the experts do it."""
 
-    waypoint_noise: float = 0.0
+    waypoint_noise: NotNegative = 0.0
     """Metres (standard deviation) by which the place where the arms meet varies."""
-    grasp_error: float = 0.0
+    grasp_error: NotNegative = 0.0
     """Metres (standard deviation) by which each arm reaches beside its object, along the table: at 0.02 about half
     of the transfers fail."""
-    action_noise: float = 0.0
+    action_noise: NotNegative = 0.0
     """Radians (standard deviation) added to the target of every joint at every step."""
-    time_scale: float = 1.0
+    time_scale: Annotated[float, Bounds(low=0.2, high=2)] = 1.0
     """Duration, as a share of the script's own. The transfer succeeds at 0.5 as well; the insertion less often below
     1."""
-    miss: float = 0.0
+    miss: Share = 0.0
     """Share of the episodes in which the arms reach 5 cm beside their objects: a wrong choice, not imprecision."""
-    let_go: float = 0.0
+    let_go: Share = 0.0
     """Share of the episodes in which the right arm opens its gripper before the two meet."""
-    retry: float = 0.0
+    retry: Share = 0.0
     """Share of the episodes in which the right arm first closes its gripper 5 cm beside the cube, and then starts over:
     a late success. Of the transfer only."""
 
     def __post_init__(self) -> None:
-        noises = (self.waypoint_noise, self.grasp_error, self.action_noise)
-        if min(noises) < 0 or not 0.2 <= self.time_scale <= 2.0:
-            raise ConfigError(f"{self} is out of range", hint="no noise is negative, and time_scale is 0.2 to 2")
-        shares = (self.miss, self.let_go, self.retry)
-        if min(shares) < 0 or max(shares) > 1 or self.miss + self.retry > 1:
-            raise ConfigError(f"{self} is out of range", hint="they are shares; miss and retry are at most 1 together")
+        super().__post_init__()
+        if self.miss + self.retry > 1:
+            raise ConfigError(f"miss is {self.miss} and retry {self.retry}", hint="together they are at most 1")
 
 
 class AlohaExpert:
@@ -123,7 +121,7 @@ def demonstrate(
 
 
 class _Pose(NamedTuple):
-    """Where a gripper's fingertips are, and how it is turned."""
+    """Position of a gripper's fingertips, and its rotation."""
 
     place: Float[Array, "3"]
     turn: Rotation
@@ -260,7 +258,7 @@ class _Arm:
         self._jacobian = np.zeros((6, model.nv))
 
     def pose(self, joints: Float[Array, "6"]) -> _Pose:
-        """Where the fingertips are with these joints."""
+        """Pose of the fingertips with these joints."""
         self._data.qpos[self._joints] = joints
         self._mujoco.mj_kinematics(self._model, self._data)
         self._mujoco.mj_comPos(self._model, self._data)

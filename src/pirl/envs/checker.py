@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from pirl.envs.env import Outcome, RobotEnv
-from pirl.envs.gym import flatten
 from pirl.errors import EnvError
 from pirl.names import PROMPT
+from pirl.nested import flatten
 from pirl.records import Array, Context
 
 
@@ -29,7 +29,7 @@ class Expected:
     robot: str
     """Its name, for messages."""
     state_keys: tuple[tuple[str, ...], ...]
-    """Where the state may be, best first; the values of one entry's keys are joined."""
+    """Possible keys of the state, best first; the values of one entry's keys are joined."""
     state_dim: int
     """Size of the state."""
     action_dim: int
@@ -42,16 +42,16 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was seen; `str` gives it in words."""
+    """Findings; `str` gives them in words."""
 
     tasks: int
     """How many tasks it has."""
     observation: Mapping[str, str]
-    """What each key of an observation holds."""
+    """Type and shape of each key of an observation."""
     steps: int
     """Actions that were executed."""
     notes: tuple[str, ...]
-    """What is allowed but probably not meant."""
+    """Things that are allowed but probably not intended."""
 
     def __str__(self) -> str:
         lines = [f"{self.tasks} task(s), {self.steps} steps, no fault found"]

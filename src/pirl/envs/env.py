@@ -25,7 +25,7 @@ pictures (uint8, height x width x 3) and the instruction under `prompt`."""
 
 
 class Outcome(NamedTuple):
-    """What one action led to."""
+    """Result of one action."""
 
     reward: float
     terminated: bool
@@ -128,7 +128,7 @@ class EnvBatch(Protocol):
         """One action in each of the slots; the others stand still."""
 
     def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
-        """What each of the slots shows."""
+        """Observation of each of the slots."""
 
     def close(self) -> None:
         """Free what the simulators hold."""
@@ -160,7 +160,7 @@ class SeparateEnvs:
         return Outcomes(np.array(columns[0], np.float32), *flags)
 
     def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
-        """What each of the slots shows."""
+        """Observation of each of the slots."""
         return [self.envs[slot].observe(pictures=pictures) for slot in slots]
 
     def close(self) -> None:

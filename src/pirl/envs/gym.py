@@ -18,6 +18,7 @@ from pirl.envs.config import GymConfig
 from pirl.envs.env import Outcome, RobotEnv
 from pirl.errors import EnvError
 from pirl.names import PROMPT, STATE
+from pirl.nested import flatten
 from pirl.records import Array, Context
 
 
@@ -84,7 +85,7 @@ class GymEnv(RobotEnv):
         return {**copies, PROMPT: found.get(PROMPT) or self.tasks[0]}
 
     def render(self) -> Any:
-        """What the environment draws."""
+        """The environment's picture."""
         picture = self.env.render()
         if not isinstance(picture, np.ndarray):
             raise EnvError(
@@ -137,14 +138,3 @@ def _make(config: GymConfig) -> gymnasium.Env:
         ) from None
     except (gymnasium.error.Error, TypeError) as error:
         raise EnvError(f"{config.id} cannot be made: {error}", hint="check env.options and what it needs") from error
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with "/" between the levels of a key."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}/"))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

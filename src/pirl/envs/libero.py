@@ -72,14 +72,14 @@ class LiberoEnv(RobotEnv):
         return Outcome(float(solved), solved, self._steps >= self.max_steps and not solved, solved)
 
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
-        """What OpenPI's LIBERO client sends to a policy, before resizing."""
+        """The observation that OpenPI's LIBERO client sends to a policy, before resizing."""
         simulator = self.simulator
         seen = simulator.pictures() if pictures else {}
         return {STATE_KEY: simulator.state(), **seen, PROMPT: simulator.task.prompt}
 
     @property
     def simulator(self) -> "Simulator":
-        """Of the present task."""
+        """Simulator of the current task."""
         if not self._simulators:
             raise EnvError("an action or a look before the first episode", hint="call `begin` or `reset` first")
         return next(reversed(self._simulators.values()))

@@ -6,18 +6,18 @@ demonstrations on purpose, for algorithms that are meant to improve on them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32
 
 from pirl.envs.config import LiberoConfig
-from pirl.envs.env import Outcome
 from pirl.envs.libero import STATE_KEY, LiberoEnv, Simulator
-from pirl.envs.recording import as_rollout
-from pirl.errors import ConfigError, EnvError
-from pirl.records import Array, Context, Episode, Rollout
+from pirl.envs.recording import act_out
+from pirl.errors import EnvError
+from pirl.ranges import Bounds, Checked, NotNegative
+from pirl.records import Array, Context, Rollout
 
 _METRE = 1 / 0.05
 """An action of 1 asks the controller to move by 5 cm,"""
@@ -25,23 +25,19 @@ _RADIAN = 1 / 0.5
 """or to turn by half a radian."""
 _OPEN, _CLOSED = -1.0, 1.0
 _WIDEST = 0.078
-"""What fits between the open fingers, in metres."""
+"""Opening of the gripper, in metres."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiberoDials:
+class LiberoDials(Checked):
     """How well the expert does."""
 
-    speed: float = 1.0
+    speed: Annotated[float, Bounds(low=0, high=1, open_low=True)] = 1.0
     """Share of the robot's speed that it uses, above 0 and at most 1."""
-    action_noise: float = 0.0
+    action_noise: NotNegative = 0.0
     """Standard deviation of what is added to every action but the gripper's; actions are in [-1, 1]."""
-    grasp_error: float = 0.0
+    grasp_error: NotNegative = 0.0
     """Standard deviation, in metres, of where it takes the object; half of the episodes fail at about 0.04."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.speed <= 1 or self.action_noise < 0 or self.grasp_error < 0:
-            raise ConfigError(f"{self} is out of range", hint="speed is in (0, 1], the others are not negative")
 
 
 class Phase(NamedTuple):
@@ -78,25 +74,15 @@ def demonstrate(
 def _demonstrate_one(
     env: LiberoEnv, context: Context, number: int, dials: LiberoDials, rng: np.random.Generator, pictures: bool
 ) -> Rollout:
-    env.begin(env.check_context(context))
-    expert = Expert(env.simulator, dials, rng)
-    seen: list[dict[str, Any]] = []
-    actions: list[Array] = []
-    outcomes: list[Outcome] = []
-    while not outcomes or not (outcomes[-1].terminated or outcomes[-1].truncated):
-        seen.append(env.observe(pictures=pictures))
-        actions.append(expert.action())
-        outcomes.append(env.act(actions[-1]))
-    episode = Episode(
-        task=env.simulator.task.prompt,
-        state=np.stack([observation[STATE_KEY] for observation in seen]),
-        actions=np.stack(actions),
-        rewards=np.array([outcome.reward for outcome in outcomes], np.float32),
-        terminated=np.array([outcome.terminated for outcome in outcomes]),
-        truncated=np.array([outcome.truncated for outcome in outcomes]),
-        success=outcomes[-1].success,
-    )
-    return as_rollout(context, number, episode, seen)
+    planned: list[Expert] = []
+
+    def choose(step: int) -> Array:
+        if not step:  # the episode has begun: now the world can be looked at
+            planned.append(Expert(env.simulator, dials, rng))
+        return planned[0].action()
+
+    rollout = act_out(env, context, choose, number=number, pictures=pictures, state_key=STATE_KEY)
+    return replace(rollout, episode=replace(rollout.episode, task=env.simulator.task.prompt))
 
 
 class Expert:
@@ -170,7 +156,7 @@ class Expert:
 
 
 class World:
-    """What the expert reads from the simulator."""
+    """The expert's view of the simulator."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._model, self._data = simulator.model, simulator.data
@@ -186,13 +172,13 @@ class World:
         return self._data.site_xmat[self._hand].reshape(3, 3).copy()
 
     def place(self, name: str) -> Float[Array, "3"]:
-        """Of an object, or of a region of one."""
+        """Position of an object, or of a region of one."""
         if name in self.bodies:
             return self._data.xpos[self.bodies[name]].copy()
         return self._data.site(name).xpos.copy()
 
     def corners(self, name: str) -> Float[Array, "n 3"]:
-        """Of the boxes around everything of an object that can be touched."""
+        """Corners of the boxes around the touchable parts of an object."""
         model, data = self._model, self._data
         mine = model.body_rootid[model.geom_bodyid] == model.body_rootid[self.bodies[name]]
         solid = (model.geom_contype != 0) | (model.geom_conaffinity != 0)

@@ -24,14 +24,14 @@ _SIMULATORS: dict[type, tuple[str, str]] = {
     MetaWorldConfig: ("pirl.envs.metaworld", "MetaWorldEnv"),
     GymConfig: ("pirl.envs.gym", "GymEnv"),
 }
-"""Where each simulator lives; imported only when it is asked for, as each is an extra."""
+"""Module and class of each simulator; imported on demand, as each is an extra."""
 
 _PACKAGES: dict[type, tuple[tuple[str, str], ...]] = {
     AlohaConfig: (("gym_aloha", "aloha"), ("dm_control", "aloha")),
     MetaWorldConfig: (("metaworld", "metaworld"),),
     OGBenchConfig: (("ogbench", "ogbench"),),
 }
-"""What they need, and the extra that brings it."""
+"""Required packages, and the extra that brings each."""
 
 
 def make_env(config: EnvConfig) -> RobotEnv:

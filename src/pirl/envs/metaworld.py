@@ -24,9 +24,9 @@ WRIST_IMAGE = "wrist_image"
 CAMERA, WRIST_CAMERA = "corner2", "gripperPOV"
 """Meta-World's names of the cameras."""
 NEAR = (0.75, 0.075, 0.7)
-"""Where published visual results have `corner2` (masked world models, arXiv 2206.14244), and LeRobot."""
+"""Position of `corner2` in published visual results (masked world models, arXiv 2206.14244) and LeRobot."""
 PROPRIOCEPTION = 4
-"""Of the observation, the numbers about the arm itself: place of the hand, opening of the gripper. They come first."""
+"""Proprioceptive dimensions of the observation, which come first: position of the hand, opening of the gripper."""
 _BEST_REWARD = 10.0
 
 
@@ -57,7 +57,7 @@ class MetaWorldEnv(RobotEnv):
 
     @property
     def simulator(self) -> "Simulator":
-        """Of the present episode."""
+        """Simulator of the current episode."""
         if self._simulator is None:
             raise EnvError("an action or a look before the first episode", hint="begin an episode with a context first")
         return self._simulator
@@ -109,7 +109,7 @@ class MetaWorldEnv(RobotEnv):
 
 
 class Step(NamedTuple):
-    """What Meta-World says of one action."""
+    """Meta-World's result of one action."""
 
     reward: float
     success: bool

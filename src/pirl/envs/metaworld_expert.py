@@ -18,32 +18,34 @@ from pirl.envs.metaworld import MetaWorldEnv
 from pirl.envs.mujoco_render import load
 from pirl.envs.recording import act_out
 from pirl.errors import ConfigError
+from pirl.ranges import Checked, Natural, NotNegative, Share
 from pirl.records import Array, Context, Rollout
 
 _PLACES = (4, 11, 22, 29, 36)
-"""Where a place begins in Meta-World's observation: of two objects, the same one step ago, and of the goal."""
+"""Offsets of positions in Meta-World's observation: two objects, the same one step ago, the goal."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetaWorldDials:
+class MetaWorldDials(Checked):
     """How often the expert errs, and in which way."""
 
-    wrong: float = 0.0
+    wrong: Share = 0.0
     """Share of episodes that act beside the right place to the end: nearly always a failure."""
-    detour: float = 0.0
+    detour: Share = 0.0
     """Share that starts beside the right place and corrects itself: a late success."""
-    beside: float = 0.12
+    beside: NotNegative = 0.12
     """Metres to the left or right that such an episode is off."""
-    detour_steps: tuple[int, int] = (40, 80)
+    detour_steps: tuple[Natural, Natural] = (40, 80)
     """Least and most steps before a detour is corrected."""
-    action_noise: float = 0.0
+    action_noise: NotNegative = 0.0
     """Standard deviation of the noise on each move of the hand; a move is at most 1. 0.3 is harmless except for the
     peg."""
 
     def __post_init__(self) -> None:
-        if min(self.wrong, self.detour, self.beside, self.action_noise) < 0 or self.wrong + self.detour > 1:
-            raise ConfigError(f"{self} is out of range", hint="nothing is negative, shares together are at most 1")
-        if not 0 <= self.detour_steps[0] <= self.detour_steps[1]:
+        super().__post_init__()
+        if self.wrong + self.detour > 1:
+            raise ConfigError(f"wrong is {self.wrong} and detour {self.detour}", hint="together they are at most 1")
+        if self.detour_steps[0] > self.detour_steps[1]:
             raise ConfigError(f"detour_steps is {self.detour_steps}", hint="least and most, such as [40, 80]")
 
 

@@ -66,7 +66,7 @@ class Pictures:
             raise _no_gl(error) from error
 
     def take(self, data: Any, camera: str) -> UInt8[Array, "h w 3"]:
-        """What a camera sees now."""
+        """A camera's current picture."""
         self._renderer.update_scene(data, camera)
         return self._renderer.render().copy()
 

@@ -23,9 +23,9 @@ from pirl.records import Array, Context
 _DATASETS = ("play", "noisy")
 """Kinds of OGBench's datasets. Its names of tasks contain one; the environment is the same for all."""
 _FAMILIES = ("cube", "scene", "puzzle")
-"""What the environments of this robot start with; OGBench also has mazes and others."""
+"""Prefixes of this robot's environments; OGBench also has mazes and others."""
 _PROPRIOCEPTION = 19
-"""Of the state, the numbers about the arm itself. They come first; the others say where the objects are."""
+"""Proprioceptive dimensions of the state, which come first; the others are positions of objects."""
 
 
 class OGBenchEnv(RobotEnv):
@@ -46,7 +46,7 @@ class OGBenchEnv(RobotEnv):
         self.simulator, self.max_steps = make_simulator(self.tasks[0], config)
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (self.action_dim,), np.float32)
         self.info: Mapping[str, Any] = {}
-        """What OGBench says of the last step: places of arm and objects, for the oracles."""
+        """OGBench's `info` of the last step: places of arm and objects, for the oracles."""
         self._pictures: Pictures | None = None
         self._steps: int | None = None
 
@@ -77,7 +77,7 @@ class OGBenchEnv(RobotEnv):
         return seen
 
     def picture(self) -> Array:
-        """What the camera of visual tasks sees; the others have it too, but look less clear."""
+        """Picture of the visual tasks' camera; the other tasks have it too, but look less clear."""
         if self._pictures is None:
             size = (self.config.render_size, self.config.render_size)
             self._pictures = Pictures(self.simulator.model, size, fast=self.config.fast_render)
@@ -102,7 +102,7 @@ def env_id(task: str) -> str:
 
 
 def family(task: str) -> str:
-    """What a task plays in, such as `cube-single`."""
+    """Family of a task, such as `cube-single`."""
     return env_id(task).removeprefix("visual-").partition("-singletask")[0]
 
 

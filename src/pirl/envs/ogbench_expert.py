@@ -16,7 +16,8 @@ from pirl.envs.config import OGBenchConfig
 from pirl.envs.mujoco_render import load
 from pirl.envs.ogbench import OGBenchEnv, family, make_simulator, sparse
 from pirl.envs.recording import act_out
-from pirl.errors import ConfigError, EnvError
+from pirl.errors import EnvError
+from pirl.ranges import Checked, NotNegative
 from pirl.records import Array, Context, Rollout
 
 _PLAY_STEPS = 1000
@@ -31,19 +32,15 @@ _STACKING = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OGBenchDials:
+class OGBenchDials(Checked):
     """How the oracles act."""
 
     oracle: Literal["markov", "plan"] = "markov"
     """`markov` decides by the present state and corrects itself; `plan` follows a smooth way fixed beforehand."""
-    plan_noise: float = 0.0
+    plan_noise: NotNegative = 0.0
     """Of `plan`: noise of the way, correlated in time; OGBench's play has 0.1."""
-    action_noise: float = 0.0
+    action_noise: NotNegative = 0.0
     """Standard deviation added to each move; three times as much in yaw, ten times in the gripper, as in OGBench."""
-
-    def __post_init__(self) -> None:
-        if min(self.plan_noise, self.action_noise) < 0:
-            raise ConfigError(f"{self}: noise is negative", hint="use 0 for none")
 
 
 def demonstrate(
@@ -144,7 +141,7 @@ class _Player:
         self._oracle: Any = None
         self._stacking = 0.0
         self.states: list[dict[str, Array]] = []
-        """What decides about the task's reward, of every step of the episode."""
+        """The state that determines the task's reward, at every step of the episode."""
 
     def choose(self, step: int) -> Float[Array, "5"]:
         env = self._env

@@ -18,6 +18,7 @@ def act_out(
     *,
     number: int = 0,
     pictures: bool = True,
+    state_key: str = STATE,
 ) -> Rollout:
     """Run one episode from its context to its end; `choose` gives the action of each step, and may look at `env`."""
     env.begin(env.check_context(context))
@@ -30,7 +31,7 @@ def act_out(
         outcomes.append(env.act(actions[-1]))
     episode = Episode(
         task=context.task,
-        state=np.stack([row[STATE] for row in seen]),
+        state=np.stack([row[state_key] for row in seen]),
         actions=np.stack(actions),
         rewards=np.array([outcome.reward for outcome in outcomes], np.float32),
         terminated=np.array([outcome.terminated for outcome in outcomes]),

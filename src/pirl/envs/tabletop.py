@@ -33,7 +33,7 @@ Area = tuple[tuple[float, float], tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """What is on the table, and how long an episode may take."""
+    """Objects on the table, and the length of an episode."""
 
     blocks: int
     """Blocks on the table, of different colours."""
@@ -42,9 +42,9 @@ class Level:
     zones: Mapping[str, tuple[float, float] | None]
     """Zones by the word that names them, and where they are; None: anywhere."""
     area: Area = ((0.32, 0.2), (0.68, 0.6))
-    """Where blocks start, and zones without a place of their own."""
+    """Area in which blocks start, and zones without a fixed place."""
     places: Mapping[str, Area] | None = None
-    """Where each block starts, by the word that names it; None: anywhere in `area`, named by colour."""
+    """Start of each block, by the word that names it; None: anywhere in `area`, named by colour."""
     reach: float = 0.10
     """A gripper that closes within this of a block holds it."""
     max_steps: int
@@ -52,7 +52,7 @@ class Level:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a block may be called."""
+        """Possible names of a block."""
         return self.colours if self.places is None else tuple(self.places)
 
     @property
@@ -94,17 +94,17 @@ class State:
     """All there is to know of the tables, one row each; plain numbers, so that a row can be stored as JSON."""
 
     gripper: Float32[Array, "n 2"]
-    """Where the grippers are."""
+    """Positions of the grippers."""
     closed: Bool[Array, "n"]
     """Are they closed?"""
     held: Int64[Array, "n"]
     """Which block each holds; -1: none."""
     blocks: Float32[Array, "n K 2"]
-    """Where the blocks are."""
+    """Positions of the blocks."""
     colours: Int64[Array, "n K"]
     """Numbers of their colours."""
     zones: Float32[Array, "n Z 2"]
-    """Where the zones are."""
+    """Positions of the zones."""
     block: Int64[Array, "n"]
     """The block that the instruction names."""
     zone: Int64[Array, "n"]
@@ -258,13 +258,13 @@ class Tabletop:
         return success
 
     def _slips(self, rows: Int64[Array, "m"]) -> Float32[Array, "m 2"]:
-        """What is added to this step's moves: by the episode's start and the step, so that snapshots stay exact."""
+        """Noise of this step's moves: a function of the episode's start and the step, so that snapshots stay exact."""
         keys = zip(self.state.luck[rows].tolist(), self.state.steps[rows].tolist(), strict=True)
         drawn = np.array([np.random.default_rng(key).standard_normal(2) for key in keys]).reshape(-1, 2)
         return (self.config.slip * drawn).astype(np.float32)
 
     def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
-        """What each of the slots shows."""
+        """Observation of each of the slots."""
         columns = self.look(slots, pictures=pictures)
         seen = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [{**observation, "prompt": self._prompts[slot]} for slot, observation in zip(slots, seen, strict=True)]

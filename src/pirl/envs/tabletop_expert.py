@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from pirl.envs.config import TabletopConfig, TabletopLevel
 from pirl.envs.tabletop import SPEED, STATE, Tabletop
 from pirl.errors import ConfigError, EnvError
+from pirl.ranges import Checked, NotNegative, Share
 from pirl.records import Array, Context, Episode, Rollout
 
 OPERATOR_STEPS = 36
@@ -36,28 +37,28 @@ PAUSE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dials:
+class Dials(Checked):
     """How often the operator errs, and in which way."""
 
-    wrong: float = 0.0
+    wrong: Share = 0.0
     """Share of episodes that deliver to a wrong zone: a failure."""
-    wrong_block: float = 0.0
+    wrong_block: Share = 0.0
     """Share that takes a wrong block: a failure, unless it is `put_back`."""
-    detour: float = 0.0
+    detour: Share = 0.0
     """Share that carries to a wrong zone first, and then to the right one: a late success."""
-    early: float = 0.0
+    early: Share = 0.0
     """Share that releases between 0.4 and 0.6 of the way: a failure, unless the zone was so near that this is in it."""
-    noise: float = 0.05
+    noise: NotNegative = 0.05
     """Standard deviation of the moves, as a share of the longest; moves that arrive have none."""
-    mislabelled: float = 0.0
+    mislabelled: Share = 0.0
     """Share of episodes, of any kind, whose recorded outcome is the wrong one: labels are not always right."""
     put_back: bool = False
     """Put a wrong block back where it was and fetch the right one after all: it only costs time."""
 
     def __post_init__(self) -> None:
-        shares = (self.wrong, self.wrong_block, self.detour, self.early)
-        if min(shares) < 0 or sum(shares) > 1 or not self.noise >= 0 or not 0 <= self.mislabelled <= 1:
-            raise ConfigError(f"dials of the operator: {self}", hint="shares and noise >= 0, shares together at most 1")
+        super().__post_init__()
+        if self.wrong + self.wrong_block + self.detour + self.early > 1:
+            raise ConfigError(f"dials of the operator: {self}", hint="the kinds of episodes are at most 1 together")
 
 
 PERFECT = Dials()
@@ -75,12 +76,12 @@ _LEGS = PAUSE + 4
 
 
 class Route(NamedTuple):
-    """What the operator means to do on one table."""
+    """The operator's plan for one table."""
 
     route: Float[Array, "legs 3"]
-    """Where it goes, one place after the other, and whether it closes or opens there; it ends with the last."""
+    """Places in order, and whether the gripper closes or opens there; the episode ends with the last."""
     noise: Float[Array, "T 2"]
-    """What is added to each move."""
+    """Noise added to each move."""
 
 
 def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Route:

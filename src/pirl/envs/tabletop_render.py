@@ -38,7 +38,7 @@ WRIST_REACH = 0.2
 
 
 class Scene(NamedTuple):
-    """What is on n tables. Places are (x, y) in [0, 1]; colours are numbers of `NUMBERS`."""
+    """Objects on n tables. Places are (x, y) in [0, 1]; colours are numbers of `NUMBERS`."""
 
     zones: Float[Array, "n Z 2"]
     zone_colours: Int[Array, "Z"]

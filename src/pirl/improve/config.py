@@ -3,9 +3,10 @@
 import string
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pirl.errors import ConfigError
+from pirl.ranges import Bounds, Checked, Count, Natural, NotNegative
 
 PLACEHOLDERS = ("server", "dataset", "episodes", "inits", "seed", "purpose")
 """Placeholders allowed in a robot's command."""
@@ -13,7 +14,7 @@ Start = Literal["candidate", "current"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(Checked):
     """One improvement loop: a robot, a recipe, an initial policy."""
 
     folder: str
@@ -28,11 +29,11 @@ class LoopConfig:
     """Command that runs episodes on the robot and records them. {server} is the policy's address, {dataset} the folder
     to record to, {episodes} their number, {inits} their initial states as comma-separated numbers, {seed} a random
     seed, {purpose} collect or compare. None: an operator starts the robot, and the loop waits for the recordings."""
-    generations: int = 2
+    generations: Count = 2
     """Generations to run; raise it to continue a finished loop."""
-    episodes: int = 50
+    episodes: Count = 50
     """Episodes to collect per generation."""
-    classifier: float | None = None
+    classifier: Annotated[float, Bounds(low=0.5, high=1)] | None = None
     """Let a success classifier on the policy's features label collected episodes without an outcome, if this share of
     its labels is correct on held-out episodes (such as 0.95). It trains on the demonstrations and all earlier episodes;
     people label the policy's first 20 episodes, those it leaves, and every comparison. None: people label all."""
@@ -44,41 +45,34 @@ class LoopConfig:
     """Address the robot connects to. 0.0.0.0: all network interfaces."""
     port: int = 8000
     """Port the robot connects to; 0 picks a free one."""
-    held_out: int = 0
+    held_out: Natural = 0
     """Episodes of `pirl eval` on each candidate, in the recipe's environment. 0: none (a robot has no simulator)."""
-    held_out_drop: float = 0.1
+    held_out_drop: NotNegative = 0.1
     """Roll back without a comparison if the candidate's held-out success is lower than the best one's by more than
     this."""
-    comparison: int = 100
+    comparison: Annotated[int, Bounds(low=2)] = 100
     """Most episodes of a comparison, over both policies; fixed when it begins. It stops as soon as one is better."""
-    look_every: int = 8
+    look_every: Count = 8
     """Episodes between checks of the comparison; a multiple of `block`."""
-    block: int = 4
+    block: Annotated[int, Bounds(low=2)] = 4
     """Episodes per block, in which both policies run equally often."""
-    alpha: float = 0.05
+    alpha: Annotated[float, Bounds(low=0, high=0.5, open_low=True, open_high=True)] = 0.05
     """Error rate: share of comparisons of equal policies that may end in a decision."""
     train_next_from: Start = "candidate"
     """Initial weights after an undecided comparison: the candidate, or the robot's current policy."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of the training, of initial states and of the robot's command."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+
         def refuse(problem: str, hint: str) -> None:
             raise ConfigError(f"the loop: {problem}", hint=hint)
 
-        for name in ("generations", "episodes", "comparison", "look_every"):
-            if getattr(self, name) < 1:
-                refuse(f"{name} is {getattr(self, name)}", "at least 1")
-        if self.comparison < 2:
-            refuse("a comparison of one episode", "at least one of each policy, 2")
-        if self.block < 2 or self.block % 2 or self.look_every % self.block:
+        if self.block % 2 or self.look_every % self.block:
             refuse(
                 f"blocks of {self.block} episodes, looked at every {self.look_every}", "an even block, and whole ones"
             )
-        if self.classifier is not None and not 0.5 <= self.classifier <= 1:
-            refuse(f"classifier is {self.classifier}", "the wanted share of right labels, 0.5 to 1")
-        if not 0 < self.alpha < 0.5 or self.held_out < 0 or not self.held_out_drop >= 0 or self.seed < 0:
-            refuse("alpha, held_out, held_out_drop or seed is out of range", "0 < alpha < 0.5, the others 0 or more")
         if self.robot is not None:
             try:
                 asked = {name for _, name, _, _ in string.Formatter().parse(self.robot) if name is not None}

@@ -21,7 +21,7 @@ Kernel = Literal["xla", "cudnn"]
 
 
 class Partial(NamedTuple):
-    """What attention over some of the keys gives."""
+    """Attention over a part of the keys."""
 
     out: Float[Array, "... h"]
     """The average of their values."""

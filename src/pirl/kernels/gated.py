@@ -54,11 +54,11 @@ def possible(config: Pi0Config) -> bool:
     """Are such kernels to be used here? On one device: the compiler cannot divide them among several."""
     wanted = config.attention in ("auto", "cudnn") and config.dtype == "bfloat16"
     here = wanted and attention.cuda_capability() == attention.HOPPER and jax.device_count() == 1
-    return _planned.get() or (here and _compiles())
+    return _planned.get() or (here and compiles())
 
 
 @cache
-def _compiles() -> bool:
+def compiles() -> bool:
     """Kernels are compiled by other means than the rest of a program, and no run should fail for want of those."""
     inner = AHEAD * INNER
     shapes = ((ROWS, inner), (inner, COLUMNS), (inner, COLUMNS))

@@ -41,7 +41,7 @@ from pirl.models.pi0 import Encoded
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class CriticInputs:
-    """What a critic sees of an observation."""
+    """Inputs of a critic."""
 
     state: Float[Array, "B S"]
     """Proprioception, normalised; may be padded behind the real dimensions."""
@@ -75,7 +75,7 @@ class Critic(ABC):
 
     @abstractmethod
     def declare_embedding(self) -> dict[str, Leaf]:
-        """What comes before the layers, of one member."""
+        """Parameters of one member's embedding."""
 
     @abstractmethod
     def declare_layers(self, actions: int) -> dict[str, Leaf]:

@@ -29,7 +29,7 @@ class Draws(NamedTuple):
     noise: Float[Array, "B N H A"]
     time: Float[Array, "B N"]
     counts: Float[Array, "B N H"] | None = None
-    """What the loss of each step counts for, 1 on average; steps that count nothing are given without noise."""
+    """Loss weight of each step, 1 on average; steps of weight 0 are given without noise."""
 
     @property
     def times(self) -> Float[Array, "B N *H"]:

@@ -75,7 +75,7 @@ def embed_tokens(params: Params, tokens: Int[Array, "B L"], dtype: jnp.dtype) ->
 
 
 class Prefix(NamedTuple):
-    """What the VLM leaves behind: per layer keys (after RoPE) and values, and features for a critic."""
+    """Outputs of the VLM: per layer keys (after RoPE) and values, and features for a critic."""
 
     keys: Float[Array, "layers B P K h"]
     values: Float[Array, "layers B P K h"]

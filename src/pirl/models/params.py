@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pirl.nested import flatten as flatten
+from pirl.nested import nest as nest
+
 Params = dict[str, Any]
 """A nested dict of arrays (or of ShapeDtypeStructs), exactly as OpenPI stores it."""
 
@@ -53,29 +56,6 @@ def xavier_uniform(fan_in: int, fan_out: int) -> Initializer:
     """Uniform of variance 2/(fan_in + fan_out)."""
     bound = math.sqrt(6 / (fan_in + fan_out))
     return lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": x}} -> {"a/b": x}."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}/")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
-def nest(flat: Mapping[str, Any]) -> Params:
-    """{"a/b": x} -> {"a": {"b": x}}."""
-    tree: Params = {}
-    for path, value in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
 
 
 def prefixed(prefix: str, leaves: Mapping[str, Leaf], *, stack: int | None = None) -> dict[str, Leaf]:

@@ -148,7 +148,7 @@ class ShardingReport:
     replicated: int
     """Arrays of which every device holds all."""
     replicated_large: tuple[str, ...]
-    """Those of them that are 4 MiB or more, by path, largest first."""
+    """Replicated arrays of 4 MiB or more, by path, largest first."""
 
     @property
     def largest_share(self) -> float:

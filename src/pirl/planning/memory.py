@@ -17,6 +17,7 @@ import psutil
 
 from pirl.agents.agent import TrainState
 from pirl.parallel.sharding import fsdp_spec
+from pirl.text import table
 
 GIB = 2**30
 
@@ -135,7 +136,7 @@ class GPUMemoryMonitor:
             change = f"{(mark.in_use - before) / GIB:+.2f} GiB"
             rows.append((mark.label, f"{mark.seconds:.1f} s", gib(mark.in_use), change, gib(mark.peak), gib(mark.host)))
             before = mark.in_use
-        lines = [*text_table(rows, "<>>>>>"), *self._by_device()]
+        lines = [*table(rows, "<>>>>>"), *self._by_device()]
         if (peak := self.peak) is not None:
             devices = ", ".join(
                 f"{device.device} {gib(device.peak)}" + (f" of {gib(device.limit)}" if device.limit else "")
@@ -151,7 +152,7 @@ class GPUMemoryMonitor:
             return []
         rows = [("in use by device", *names)]
         rows += [(mark.label, *(gib(device.in_use) for device in mark.devices)) for mark in self._marks]
-        return list(text_table(rows, "<" + ">" * len(names)))
+        return table(rows, "<" + ">" * len(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ class Breakdown:
         rows = [("part", "values", "total", "per device")]
         rows += [(part.name, f"{part.values:,}", gib(part.total), gib(part.per_device)) for part in self.parts]
         rows.append(("total", f"{sum(p.values for p in self.parts):,}", gib(self.total), gib(self.per_device)))
-        return "\n".join(text_table(rows, "<>>>"))
+        return "\n".join(table(rows, "<>>>"))
 
 
 def breakdown(state: TrainState | Mapping[str, Any], *, shardings: Any = None, fsdp: int | None = None) -> Breakdown:
@@ -258,12 +259,3 @@ def gib(count: int | float) -> str:
     if count >= 2**20 / 10:
         return f"{count / 2**20:.2f} MiB"
     return f"{count / 2**10:.1f} KiB" if count >= 2**10 else f"{count:.0f} B"
-
-
-def text_table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Rows as lines with aligned columns; `align` has one `<` or `>` per column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -35,8 +35,9 @@ from pirl.models.params import count, flatten
 from pirl.models.pi0 import param_shapes
 from pirl.parallel.sharding import shards
 from pirl.planning.activations import PROBE, Load, largest, traced_loads
-from pirl.planning.memory import GIB, breakdown, gib, leaf_bytes, shard_bytes, text_table
+from pirl.planning.memory import GIB, breakdown, gib, leaf_bytes, shard_bytes
 from pirl.records import BatchSizes, BatchSpec, Spec
+from pirl.text import table
 
 BY_SPEED: tuple[Remat, ...] = ("none", "names", "dots", "full")
 """Remat settings, from least to most recomputation."""
@@ -94,7 +95,7 @@ class Plan:
         else:
             parts = f"in {self.accumulate} parts " if self.accumulate > 1 else ""
             verdict = f"fits {parts}({gib(self.usable)} may be used); largest batch at once: {self.largest_batch}"
-        lines = [head, *text_table(rows, "<>"), verdict]
+        lines = [head, *table(rows, "<>"), verdict]
         if self.chosen is not None and self.chosen != self.remat:
             lines.append(f"  or: --model.remat {self.chosen}, the setting that computes least again and fits")
         return "\n".join([*lines, *(f"  or: {suggestion}" for suggestion in self.suggestions)])

@@ -11,7 +11,7 @@ from typing import Any
 import tyro
 
 from pirl.config import RLTrainConfig
-from pirl.config_io import TAG, from_dict
+from pirl.config_io import TAG, with_settings
 from pirl.recipes.debug import shrink, vary
 from pirl.training.config import ConstantSchedule, CosineSchedule, Schedule
 
@@ -25,12 +25,12 @@ Short names:
 
 def apply_flags(config: RLTrainConfig, flags: Sequence[str], *, prog: str, about: str = "") -> RLTrainConfig:
     """Apply flags to a configuration; `about` introduces the help."""
-    short = _short_names(prog)
+    short = short_names(prog)
     given, rest = short.parse_known_args([_normalized(word) for word in flags])
     config = _apply_short_names(config, given)
     kinds, rest = _take_kinds(rest)
     for path, kind in (*kinds, *_unset_parts(config, rest)):
-        config = from_dict(RLTrainConfig, _nested(path, kind), base=config)
+        config = with_settings(config, {path.replace("-", "_"): kind})
     listed = "\n".join(f"  {line}" for line in _described(short))
     return tyro.cli(
         RLTrainConfig,
@@ -42,7 +42,8 @@ def apply_flags(config: RLTrainConfig, flags: Sequence[str], *, prog: str, about
     )
 
 
-def _short_names(prog: str) -> argparse.ArgumentParser:
+def short_names(prog: str) -> argparse.ArgumentParser:
+    """The parser of the short names."""
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [flags]")
     add = parser.add_argument
     add("--max-steps", "--num-steps", type=int, metavar="N", help="num_train_steps")
@@ -55,11 +56,6 @@ def _short_names(prog: str) -> argparse.ArgumentParser:
     add("--variant", choices=("quick", "full", "benchmark"), help="few steps; unchanged; evaluated like the benchmark")
     add("--debug", action="store_true", help="the same run with a tiny model and ten steps, to test the set-up")
     return parser
-
-
-def short_flags() -> list[str]:
-    """Every short name."""
-    return [flag for action in _short_names("")._actions for flag in action.option_strings]
 
 
 def _described(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -129,10 +125,3 @@ def _unset_parts(config: RLTrainConfig, flags: Sequence[str]) -> Iterator[tuple[
             if (value := getattr(value, part, "")) is None:
                 yield ".".join(parts[:depth]), {}
                 break
-
-
-def _nested(path: str, leaf: Any) -> dict[str, Any]:
-    """("a.b", x) -> {"a": {"b": x}}."""
-    for part in reversed(path.replace("-", "_").split(".")):
-        leaf = {part: leaf}
-    return leaf

@@ -6,12 +6,13 @@ equivalent flag, and fields without a counterpart are errors that list the neare
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pirl.config import RLTrainConfig
 from pirl.config_io import field_docs
 from pirl.errors import ConfigError, numbered
+from pirl.nested import flatten
 from pirl.recipes.settings import settings
 
 ALIASES: Mapping[str, str] = {
@@ -125,7 +126,7 @@ def is_foreign(data: Mapping[str, Any]) -> bool:
 
 def translate(data: Mapping[str, Any], recipes: Mapping[str, RLTrainConfig]) -> tuple[str, list[str]]:
     """The equivalent (recipe, flags); raises one error that lists all fields without a counterpart."""
-    leaves = dict(_leaves(data))
+    leaves = flatten(data, ".")
     named = next((str(leaves.pop(key)) for key in _RECIPE if isinstance(leaves.get(key), str)), None)
     recipe = "" if named is None else ALIASES.get(named, named)
     problems: list[tuple[str, str]] = []
@@ -161,14 +162,6 @@ def _flag(word: str, known: Mapping[str, Any]) -> str | None:
     if flag == "--agent.policy-ema-decay" and "agent.ema_decay" in known:
         return "--agent.ema-decay"
     return flag
-
-
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _values(value: Any) -> list[str]:

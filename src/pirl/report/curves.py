@@ -6,13 +6,13 @@ So a chart fills any width with readable labels, on a phone as on a wide screen.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float64, Int
 
-from pirl.report.markup import Markup, element, join
+from pirl.report.markup import Child, Markup, element, join
 from pirl.report.scales import Axis, axis, number, tick
 
 COLOURS = 6
@@ -23,7 +23,8 @@ DOTS_UP_TO = 24
 """Curves of at most this many points show each point as a dot."""
 SMOOTH_FROM = 40
 """Curves of at least this many points also get a smoothed curve."""
-_SIZE = 1000
+SIZE = 1000
+"""Side of every drawing's view box."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Chart:
     y_axis: Axis | None = None
     """None: fitted to the curves."""
     hint: str = ""
-    """What it means, or what to look for."""
+    """Its meaning, or what to look for."""
     unit: str = ""
     x_unit: str = ""
     x_word: str = "step"
@@ -78,20 +79,14 @@ def render(chart: Chart) -> Markup:
     last = None if chart.legend else join(_last(line, chart.unit) for line in chart.lines)
     runs = {line.run for line in lines}
     hidden_with = f" r{runs.pop()}" if len(runs) == 1 else ""  # a chart of a single run is hidden with the run
+    counted = "" if chart.x_unit else f"{chart.x_word} "
     return element(
         "figure",
         element("figcaption", element("b", chart.title), last, element("small", chart.hint) if chart.hint else None),
-        element(
-            "div",
-            element("div", _labels(y_axis, "bottom", chart.unit), class_="ylabels", aria_hidden="true"),
-            element("div", _svg(lines, chart.x_axis, y_axis), class_="canvas"),
-            element(
-                "div",
-                _labels(chart.x_axis, "left", chart.x_unit, "" if chart.x_unit else f"{chart.x_word} "),
-                class_="xlabels",
-                aria_hidden="true",
-            ),
-            class_="plot",
+        plot(
+            labels(_ticks(y_axis, chart.unit), y_axis, "bottom"),
+            _svg(lines, chart.x_axis, y_axis),
+            labels(_ticks(chart.x_axis, chart.x_unit), chart.x_axis, "left", counted),
             role="img",
             aria_label=_summary(chart),
         ),
@@ -101,18 +96,43 @@ def render(chart: Chart) -> Markup:
     )
 
 
-def _svg(lines: Sequence[Line], x_axis: Axis, y_axis: Axis) -> Markup:
-    grid = "".join(f"M0 {_flip(place)}H{_SIZE}" for place in y_axis.place(np.array(y_axis.ticks)))
-    zero = y_axis.place(np.zeros(1))[0] if not y_axis.log and y_axis.low < 0 < y_axis.high else None
+def plot(y_labels: Iterable[Markup], drawn: Markup, x_labels: Iterable[Markup], **attributes: str) -> Markup:
+    """A drawing with words beside and below it."""
     return element(
-        "svg",
+        "div",
+        element("div", y_labels, class_="ylabels", aria_hidden="true"),
+        element("div", drawn, class_="canvas"),
+        element("div", x_labels, class_="xlabels", aria_hidden="true"),
+        class_="plot",
+        **attributes,
+    )
+
+
+def drawing(*parts: Child) -> Markup:
+    """A square that stretches with its place on the page."""
+    return element("svg", *parts, viewBox=f"0 0 {SIZE} {SIZE}", preserveAspectRatio="none", aria_hidden="true")
+
+
+def labels(of: Iterable[tuple[str, int | float]], on: Axis, side: str, first: str = "") -> Iterator[Markup]:
+    """Texts at values of an axis; `first` comes before the first of them and says what it counts."""
+    for text, value in of:
+        place = float(on.place(np.array([value], np.float64))[0])
+        yield element("span", first + text, style=f"{side}:{100 * place:.2f}%")
+        first = ""
+
+
+def _ticks(on: Axis, unit: str) -> list[tuple[str, float]]:
+    return [(tick(value) + unit, value) for value in on.ticks]
+
+
+def _svg(lines: Sequence[Line], x_axis: Axis, y_axis: Axis) -> Markup:
+    grid = "".join(f"M0 {_flip(place)}H{SIZE}" for place in y_axis.place(np.array(y_axis.ticks)))
+    zero = y_axis.place(np.zeros(1))[0] if not y_axis.log and y_axis.low < 0 < y_axis.high else None
+    return drawing(
         element("path", d=grid, class_="grid") if grid else None,
-        element("path", d=f"M0 {_flip(zero)}H{_SIZE}", class_="zero") if zero is not None else None,
+        element("path", d=f"M0 {_flip(zero)}H{SIZE}", class_="zero") if zero is not None else None,
         (_band(line, x_axis, y_axis) for line in lines),
         (_curves(line, x_axis, y_axis) for line in lines),
-        viewBox=f"0 0 {_SIZE} {_SIZE}",
-        preserveAspectRatio="none",
-        aria_hidden="true",
     )
 
 
@@ -193,13 +213,6 @@ def thin_out(y: Float64[np.ndarray, "n"], limit: int = MOST_POINTS) -> Int[np.nd
     return np.array(sorted(keep))
 
 
-def _labels(on: Axis, side: str, unit: str, first: str = "") -> Iterator[Markup]:
-    """The tick labels of an axis; `first` is prepended to the first one and names the unit."""
-    for value, place in zip(on.ticks, on.place(np.array(on.ticks, np.float64)), strict=True):
-        yield element("span", first + tick(value) + unit, style=f"{side}:{100 * place:.2f}%")
-        first = ""
-
-
 def _legend(chart: Chart) -> Markup:
     return element("ul", (_entry(line, chart.unit) for line in chart.lines), class_="key")
 
@@ -257,9 +270,9 @@ def _digits(value: float) -> float | int | None:
 
 
 def _point(x: float, y: float) -> str:
-    return f"{x * _SIZE:.4g} {_flip(y)}"
+    return f"{x * SIZE:.4g} {_flip(y)}"
 
 
 def _flip(y: float) -> str:
     """A y position, clipped to the chart; SVG's y axis points down."""
-    return f"{(1 - min(max(y, -0.02), 1.02)) * _SIZE:.4g}"
+    return f"{(1 - min(max(y, -0.02), 1.02)) * SIZE:.4g}"

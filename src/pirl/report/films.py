@@ -9,7 +9,7 @@ from pirl.report.evaluations import Evaluation, FilmFile
 from pirl.report.markup import Markup, element
 from pirl.report.naming import Names
 from pirl.report.run import Run
-from pirl.report.scales import size
+from pirl.text import size
 
 BUDGET = 8_000_000
 """Most bytes of video on a page; base64 makes them a third larger."""

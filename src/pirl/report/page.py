@@ -17,8 +17,9 @@ from pirl.report.naming import Names
 from pirl.report.panels import sections
 from pirl.report.plots import Steps, metric_chart, success_chart
 from pirl.report.run import Run, read_runs
-from pirl.report.scales import duration, percent, size
+from pirl.report.scales import duration, percent
 from pirl.report.style import SCRIPT, style
+from pirl.text import size
 
 GENERATOR = "pirl report"
 """Marks a page as pirl's, so that it may be overwritten."""
@@ -38,9 +39,8 @@ def build_page(runs: Sequence[Run], recipes: Mapping[str, Mapping[str, Any]]) ->
     if noted:
         body.append(("notes", "Notes", [element("ul", (element("li", text) for text in noted))]))
     title = " · ".join(names.runs)
-    return _document(
+    return document(
         f"{title} – pirl report",
-        runs,
         [
             element("h1", title),
             element("p", tables.subtitle(runs)),
@@ -48,6 +48,8 @@ def build_page(runs: Sequence[Run], recipes: Mapping[str, Mapping[str, Any]]) ->
             _switches(names.runs) if len(runs) > 1 else _cards(runs[0]),
             *(element("section", element("h2", heading), *parts, id=id) for id, heading, parts in body),
         ],
+        runs=len(runs),
+        script=SCRIPT,
     )
 
 
@@ -112,6 +114,11 @@ def _cards(run: Run) -> Markup:
         cards.append((f"{run.episodes:,}", None, "episodes practised"))
     if run.seconds is not None:
         cards.append((duration(run.seconds), None, "from start to last record"))
+    return cards_row(cards)
+
+
+def cards_row(cards: Iterable[tuple[str, Markup | None, str]]) -> Markup:
+    """Large numbers in a row: each a value, a bar if there is one, and what it is."""
     shown = (
         element("div", element("b", value), more, element("span", text), class_="card") for value, more, text in cards
     )
@@ -200,12 +207,12 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Markup]:
         yield element("div", tables.facts(run), class_="box")
 
 
-def _document(title: str, runs: Sequence[Run], body: Iterable[Child]) -> str:
-    """The HTML document. Its content security policy forbids all requests and all scripts but this one."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; media-src data:"
-    )
+def document(title: str, body: Iterable[Child], *, runs: int = 0, script: str = "") -> str:
+    """The frame of a page about so many runs. Its policy forbids every request, and every script but this one."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy += f"; script-src 'sha256-{digest}'; img-src data:; media-src data:"
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -213,7 +220,7 @@ def _document(title: str, runs: Sequence[Run], body: Iterable[Child]) -> str:
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
-        element("style", Markup(style(len(runs)))),
+        element("style", Markup(style(runs))),
     )
-    page = element("body", element("main", *body), element("script", Markup(SCRIPT)))
+    page = element("body", element("main", *body), element("script", Markup(script)) if script else None)
     return f"<!doctype html>\n{element('html', head, page, lang='en')}\n"

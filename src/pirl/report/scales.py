@@ -115,10 +115,5 @@ def duration(seconds: int | float) -> str:
     return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
 
 
-def size(count: int | float) -> str:
-    """Bytes as text, in kB or MB."""
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
-
-
 def _trim(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pirl.config_io import ABSENT
+from pirl.config_io import diff
 from pirl.report.curves import COLOURS
 from pirl.report.evaluations import Evaluation, RateShown
 from pirl.report.markup import Child, Markup, element, join
@@ -177,18 +177,8 @@ def _compared(one: str, other: str, found: Mapping[str, float]) -> str:
 
 def config_changes(recipe: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(setting, the recipe's value, the run's value) for each setting that differs, except the run's name."""
-    old, new = dict(_leaves(recipe)), dict(_leaves(config))
-    names = [name for name in old | new if name not in ("exp_name", "name")]
-    pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in names)
-    return [(name, _shown(before), _shown(after)) for name, before, after in pairs if before != after]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    changes = [change for change in diff(recipe, config) if change.path not in ("exp_name", "name")]
+    return [(path, _shown(before), _shown(after)) for path, before, after in changes]
 
 
 def _shown(value: Any) -> str:

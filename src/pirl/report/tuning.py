@@ -2,22 +2,21 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from pirl.report.curves import SIZE, drawing, labels, plot
 from pirl.report.evaluations import RateShown
 from pirl.report.markup import Child, Markup, element, join
-from pirl.report.page import GENERATOR
+from pirl.report.page import cards_row, document
 from pirl.report.scales import Axis, axis, duration, nice_ticks, number, span, tick
-from pirl.report.style import style
 from pirl.report.tables import Cell, bar, table
 
 SHARE = "eval/success_rate"
 """The metric shown in per cent, on an axis from 0 to 1."""
 DONE, PRUNED, BEST = "c0", "c5", "c1"
-_SIZE = 1000
 
 
 def build_tuning_page(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str:
@@ -42,7 +41,7 @@ def build_tuning_page(results: Mapping[str, Any], commands: Sequence[str] = ()) 
     if commands:
         lines = join(*(element("p", element("code", command)) for command in commands))
         body.append(element("section", element("h2", "Next"), element("div", lines, class_="box")))
-    return _document(f"{title} – pirl tune", body)
+    return document(f"{title} – pirl tune", body)
 
 
 def _about(results: Mapping[str, Any]) -> str:
@@ -80,10 +79,7 @@ def _cards(results: Mapping[str, Any]) -> Markup:
         cards.append((_shown(results, first["value"]), _bar(results, first, 0), "of trial 0: the recipe as it is"))
     spent = sum(trial["seconds"] or 0.0 for trial in results["trials"])
     cards.append((duration(spent), None, "over all trials"))
-    shown = (
-        element("div", element("b", value), more, element("span", text), class_="card") for value, more, text in cards
-    )
-    return element("div", shown, class_="cards")
+    return cards_row(cards)
 
 
 def _bar(results: Mapping[str, Any], last: Mapping[str, Any], colour: int) -> Markup | None:
@@ -109,12 +105,11 @@ def _over_trials(results: Mapping[str, Any]) -> Markup:
             x, y = _place(x_axis, trial["number"]), _flip(y_axis, last["value"])
             steps += f"H{x}V{y}" if steps else f"M{x} {y}"
             top = last["value"]
-    line = element("path", d=f"{steps}H{_SIZE}", class_=f"line {BEST}") if steps else None
+    line = element("path", d=f"{steps}H{SIZE}", class_=f"line {BEST}") if steps else None
     marks = [_mark(results, trial, x_axis, trial["number"], y_axis) for trial in trials]
-    labels = [(tick(value), value) for value in x_axis.ticks]
-    return element(
-        "div", _figure(results["metric"], "trial", labels, x_axis, y_axis, [line, *marks], large=True), class_="charts"
-    )
+    x_labels = [(tick(value), value) for value in x_axis.ticks]
+    figure = _figure(results["metric"], "trial ", x_labels, x_axis, y_axis, [line, *marks], large=True)
+    return element("div", figure, class_="charts")
 
 
 def _whole_ticks(count: int) -> tuple[float, ...]:
@@ -127,10 +122,10 @@ def _against(results: Mapping[str, Any], path: str) -> Markup:
     values = item.get("values")
     if values is not None:
         x_axis = Axis(low=-0.5, high=len(values) - 0.5, ticks=tuple(map(float, range(len(values)))))
-        labels = [(_text(value), float(i)) for i, value in enumerate(values)]
+        x_labels = [(_text(value), float(i)) for i, value in enumerate(values)]
     else:
         x_axis = _range_axis(item["low"], item["high"], log=item["log"])
-        labels = [(tick(value), value) for value in x_axis.ticks]
+        x_labels = [(tick(value), value) for value in x_axis.ticks]
     marks = []
     for trial in results["trials"]:
         if path in trial["settings"]:
@@ -141,7 +136,7 @@ def _against(results: Mapping[str, Any], path: str) -> Markup:
                 else next(i for i, one in enumerate(values) if one == value and type(one) is type(value))
             )
             marks.append(_mark(results, trial, x_axis, at, y_axis))
-    return _figure(path, "", labels, x_axis, y_axis, marks)
+    return _figure(path, "", x_labels, x_axis, y_axis, marks)
 
 
 def _range_axis(low: int | float, high: int | float, *, log: bool) -> Axis:
@@ -179,53 +174,30 @@ def _mark(
 
 def _figure(
     title: str,
-    unit: str,
-    labels: Sequence[tuple[str, int | float]],
+    counted: str,
+    x_labels: Sequence[tuple[str, int | float]],
     x_axis: Axis,
     y_axis: Axis,
     marks: Iterable[Markup | None],
     *,
     large: bool = False,
 ) -> Markup:
-    """A chart as in reports: a stretched SVG with HTML labels."""
-    grid = "".join(f"M0 {_flip(y_axis, value)}H{_SIZE}" for value in y_axis.ticks)
-    drawn = element(
-        "svg",
-        element("path", d=grid, class_="grid"),
-        marks,
-        viewBox=f"0 0 {_SIZE} {_SIZE}",
-        preserveAspectRatio="none",
-    )
-    return element(
-        "figure",
-        element("figcaption", element("b", title)),
-        element(
-            "div",
-            element(
-                "div", _labels([(tick(value), value) for value in y_axis.ticks], y_axis, "bottom"), class_="ylabels"
-            ),
-            element("div", drawn, class_="canvas"),
-            element("div", _labels(labels, x_axis, "left", f"{unit} " if unit else ""), class_="xlabels"),
-            class_="plot",
-        ),
-        class_=f"chart{' large' if large else ''}",
-    )
-
-
-def _labels(labels: Sequence[tuple[str, int | float]], on: Axis, side: str, first: str = "") -> Iterator[Markup]:
-    for text, value in labels:
-        place = float(on.place(np.array([value], np.float64))[0])
-        yield element("span", first + text, style=f"{side}:{100 * place:.2f}%")
-        first = ""
+    """A chart like those of the reports."""
+    grid = "".join(f"M0 {_flip(y_axis, value)}H{SIZE}" for value in y_axis.ticks)
+    y_labels = [(tick(value), value) for value in y_axis.ticks]
+    drawn = drawing(element("path", d=grid, class_="grid"), marks)
+    shown = plot(labels(y_labels, y_axis, "bottom"), drawn, labels(x_labels, x_axis, "left", counted))
+    kind = f"chart{' large' if large else ''}"
+    return element("figure", element("figcaption", element("b", title)), shown, class_=kind)
 
 
 def _place(on: Axis, value: int | float) -> str:
-    return f"{_SIZE * float(on.place(np.array([value], np.float64))[0]):.4g}"
+    return f"{SIZE * float(on.place(np.array([value], np.float64))[0]):.4g}"
 
 
 def _flip(on: Axis, value: int | float) -> str:
     """A y position; SVG's y axis points down."""
-    return f"{_SIZE * (1 - float(on.place(np.array([value], np.float64))[0])):.4g}"
+    return f"{SIZE * (1 - float(on.place(np.array([value], np.float64))[0])):.4g}"
 
 
 def _table(results: Mapping[str, Any]) -> Markup:
@@ -242,17 +214,3 @@ def _table(results: Mapping[str, Any]) -> Markup:
         name = f"{trial['number']}" + (", the best" if trial["number"] == results["best"] else "")
         rows.append((name, cells))
     return table(rows, "trial")
-
-
-def _document(title: str, body: Iterable[Child]) -> str:
-    """The HTML document. Its content security policy forbids all requests and scripts."""
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="generator", content=GENERATOR),
-        element("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", title),
-        element("style", Markup(style(0))),
-    )
-    return f"<!doctype html>\n{element('html', head, element('body', element('main', *body)), lang='en')}\n"

@@ -50,6 +50,7 @@ class ChunkBroker:
         """How often the robot stood still because a chunk was late."""
         self._reply: dict[str, Any] | None = None
         self._asked: tuple[Future[dict[str, Any]], int] | None = None
+        self._stale: Future[dict[str, Any]] | None = None
         self._index = self._step = 0
 
     @property
@@ -66,6 +67,7 @@ class ChunkBroker:
         """The reply's current step: arrays are cut at it, numbers and text stay."""
         self._take()
         if self._reply is None or (self._index >= self._execute and self._asked is None and self._late()):
+            self._settle()
             self._use(self._policy.infer(self._request(obs, delay=0)), passed=0)
         elif self._prefetch and self._asked is None and self._index + self.delay >= self._execute:
             self._ask(obs)
@@ -82,14 +84,21 @@ class ChunkBroker:
     def reset(self) -> None:
         """A new episode begins: nothing of the last one is executed."""
         self.replan()
+        self._settle()
         self._policy.reset()
         self._step = 0
 
     def replan(self) -> None:
-        """Forget the current chunk and the one asked for: the world has changed, as after a takeover."""
+        """Forget the current chunk and the one asked for: the world has changed, as after a takeover. Does not wait."""
         if self._asked is not None:
-            self._asked[0].exception()  # one request at a time
+            self._stale = self._asked[0]
         self._asked, self._reply, self._index = None, None, 0
+
+    def _settle(self) -> None:
+        """Wait for a request whose reply is no longer wanted: the policy takes one at a time."""
+        if self._stale is not None:
+            self._stale.exception()
+            self._stale = None
 
     def skip(self) -> None:
         """A control step passes without the policy."""

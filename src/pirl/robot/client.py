@@ -26,7 +26,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 
 
 class ServerError(PirlError, RuntimeError):
-    """What the policy server said was wrong, or that there is none. OpenPI's client raises RuntimeError here."""
+    """An error of the policy server, or no server. OpenPI's client raises RuntimeError here."""
 
 
 class PolicyClient:
@@ -148,6 +148,7 @@ class PolicyClient:
                 problem: Exception = error
             except (OSError, WebSocketException, WireError) as error:
                 problem = error
+            self._drop()  # a server that accepted and then said nothing
             if until is not None and time.monotonic() + wait > until:
                 raise ServerError(
                     f"{self._uri}: no policy server ({problem})", hint="start `pirl serve`, or check host and port"

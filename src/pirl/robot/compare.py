@@ -31,7 +31,7 @@ from pirl.errors import ConfigError
 
 Array = np.ndarray
 Verdict = Literal["better", "worse", "undecided"]
-"""What B is, compared to A."""
+"""B compared to A."""
 STAKES = (np.arange(32) + 0.5) / 32
 """λ as a share of the largest stake that cannot lose more than everything."""
 _GRID = np.linspace(-1, 1, 2001)[1:-1]
@@ -42,7 +42,7 @@ class Assignment:
     """Which policy runs which episode. A function of the seed alone: nothing has to be stored while it runs."""
 
     seed: int
-    """Of the random order; the operator must not know it."""
+    """Seed of the random order; the operator must not know it."""
     block: int = 4
     """Episodes per block, even. In blocks of 2 an operator knows that the second episode is the other policy."""
     episodes: int = 100
@@ -195,7 +195,7 @@ def interval(wins: int, losses: int, ties: int, *, alpha: float) -> tuple[float,
 def log_wealth(
     m: Float[Array, "*#b"], wins: Float[Array, "*#b"], losses: Float[Array, "*#b"], ties: Float[Array, "*#b"]
 ) -> Float[Array, "*#b"]:
-    """What the bettor against a mean of m has, as a logarithm, after so many wins, losses and ties."""
+    """Log-wealth of the bettor against a mean of m after these wins, losses and ties."""
     m, wins, losses, ties = (np.asarray(x, np.float64)[..., None] for x in (m, wins, losses, ties))
     above, below = STAKES / (1 + m), STAKES / (1 - m)
     up = wins * np.log1p(above * (1 - m)) + losses * np.log1p(above * (-1 - m)) + ties * np.log1p(-above * m)

@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pirl.errors import DataError
+from pirl.files import size_of
 from pirl.names import (
     INTENDED,
     INTENDED_STEP,
@@ -36,6 +37,7 @@ from pirl.names import (
     POLICY,
     PROMPT,
 )
+from pirl.nested import flatten
 from pirl.robot import wire
 from pirl.robot.keys import PREFIX
 from pirl.robot.writing import read_message, write_message
@@ -176,7 +178,7 @@ class Recorder:
                 f"{self.root}: {free / 1e9:.1f} GB are free on the disk, less than min_free_gb {self._min_free_gb:g}",
                 hint="move earlier recordings away, or record to another disk",
             )
-        if self._max_gb is not None and (size := _folder_bytes(self.root)) >= self._max_gb * 1e9:
+        if self._max_gb is not None and (size := size_of(self.root)) >= self._max_gb * 1e9:
             raise DataError(
                 f"{self.root}: the dataset has {size / 1e9:.2f} GB, its budget is {self._max_gb:g}",
                 hint="record to another dataset, or raise max_gb",
@@ -188,7 +190,7 @@ def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
 
     Pictures are uint8 with three axes, stored as height, width, 3 whichever way the robot has them.
     """
-    flat = dict(_flatten(observation))
+    flat = flatten(observation)
     columns: dict[str, Array] = {}
     vectors: dict[str, Array] = {}
     for key, value in flat.items():
@@ -198,7 +200,12 @@ def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
         if array.ndim == 3 and array.dtype == np.uint8:
             if array.shape[0] == 3 and array.shape[2] != 3:
                 array = array.transpose(1, 2, 0)
-            columns[f"{LEROBOT_IMAGES}.{key.rpartition('/')[2].removeprefix(LEROBOT_IMAGES + '.')}"] = array
+            name = f"{LEROBOT_IMAGES}.{key.rpartition('/')[2].removeprefix(LEROBOT_IMAGES + '.')}"
+            if name in columns:
+                raise DataError(
+                    f"two of the observation's pictures would be recorded as {name}", hint="rename one of them"
+                )
+            columns[name] = array
         elif array.ndim <= 1 and array.dtype.kind in "fiub":
             vectors[key] = np.atleast_1d(array).astype(np.float32)
     chosen = next(([key] for key in STATE_KEYS if key in vectors), list(vectors))
@@ -207,18 +214,6 @@ def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
             f"the observation has no state: {', '.join(flat) or 'nothing'}", hint="give the robot's state as a vector"
         )
     return {LEROBOT_STATE: np.concatenate([vectors[key] for key in chosen]), **columns}
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Any:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _folder_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
 class _Writer:

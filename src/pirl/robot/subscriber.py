@@ -26,7 +26,7 @@ Outcome = bool | tuple[bool, str] | None
 
 @runtime_checkable
 class Planner(Protocol):
-    """What knows the chunk in force: a broker, or a takeover around one."""
+    """Knows the chunk in force: a broker, or a takeover around one."""
 
     @property
     def intended(self) -> tuple[Float[np.ndarray, "H A"], int] | None:

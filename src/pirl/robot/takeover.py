@@ -40,7 +40,7 @@ class Takeover:
 
     @property
     def intended(self) -> tuple[Float[np.ndarray, "H A"], int] | None:
-        """What the policy meant to do at the last step; None where a person acted."""
+        """The policy's chunk and step at the last step; None where a person acted."""
         return self.broker.intended
 
     def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _SCALAR_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a message may hold at most."""
+    """Limits of a message."""
 
     max_bytes: int = 64 * 2**20
     """Size of the whole message."""
@@ -74,7 +74,7 @@ _HINT = "pack observations with openpi_client.msgpack_numpy or pirl.robot.wire"
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack asks about: an array or a NumPy scalar as a map."""
+    """msgpack's default encoder: an array or a NumPy scalar as a map."""
     if not isinstance(value, np.ndarray | np.generic):
         raise TypeError(f"{type(value).__name__}")
     if value.dtype.kind in REFUSED_KINDS:

@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Float
 
 from pirl.data.robots import Robot
-from pirl.data.transforms import flatten
 from pirl.envs.env import RawObservation
 from pirl.errors import EnvError, PirlWarning
 from pirl.names import PROMPT
+from pirl.nested import flatten
 from pirl.records import Array, Context, Episode, Rollout
 from pirl.rollout.policy import ChunkPolicy, Plan
 from pirl.rollout.pool import Advanced, EnvPool, Lost, Started

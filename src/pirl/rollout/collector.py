@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 
+from pirl.data.episode_store import keep_only
 from pirl.errors import DataError, EnvError
 from pirl.records import Rollout
 from pirl.rollout.collect import CollectStats, Job
-from pirl.rollout.files import delete_rollouts, load_rollouts, save_rollouts
+from pirl.rollout.files import load_rollouts, save_rollouts
 from pirl.rollout.hosts import collect_together, weights_to_act
 from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
@@ -117,4 +118,4 @@ class Collector:
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Delete episode files that none of these states names."""
-        delete_rollouts(self._directory, keep=[name for state in states for name in state["rollouts"]])
+        keep_only(self._directory, [name for state in states for name in state["rollouts"]])

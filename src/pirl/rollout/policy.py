@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Key, UInt8
 
 from pirl.agents.agent import Choice
 from pirl.data.resize import fit, pad
-from pirl.data.transforms import Transform, flatten, parse_image
+from pirl.data.transforms import Transform, parse_image
 from pirl.envs.env import RawObservation
 from pirl.errors import ConfigError
 from pirl.models.observation import Observation
 from pirl.names import IMAGE, IMAGE_MASK
+from pirl.nested import flatten
 
 Act = Callable[[Any, Observation, Key[Array, "B"]], Float[Array, "B H A"] | Choice]
 """An agent's `act` or `explore`, called with a `TrainState`, observations and one key per row."""

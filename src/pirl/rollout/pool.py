@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Float32
@@ -205,40 +205,56 @@ def _describe(error: Exception) -> str:
     return error.message if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
 
 
-class LocalPool:
-    """Environments in this process, stepped one after another."""
+class Pool:
+    """Base of the pools: times both requests, and closes the pool at the end of a `with` block."""
 
+    size: int
+    info: EnvInfo
+    waited = 0.0
+    """Seconds spent in the environments, or waiting for them."""
     restarts = 0
-    """Replaced workers; always 0."""
-
-    def __init__(self, build: Build, size: int) -> None:
-        self.size = size
-        self.waited = 0.0
-        """Seconds spent in the environments."""
-        self._batch = (build if callable(build) else partial(make_batch, build))(size)
-        self._shapes: Shapes = {}
-        self.info = EnvInfo.of(self._batch)
+    """Workers that had to be replaced."""
 
     def start(self, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
         """Begin an episode in each of the slots."""
-        began = time.perf_counter()
-        answers = start_episodes(self._batch, contexts, self._shapes)
-        self.waited += time.perf_counter() - began
-        return answers
+        return self._timed("start", contexts)
 
     def advance(self, chunks: Mapping[int, Float[Array, "h A"]], *, every_picture: bool) -> dict[int, Advanced | Lost]:
         """Execute a chunk in each of the slots, stopping where an episode ends."""
+        return self._timed("advance", chunks, every_picture=every_picture)
+
+    def _timed(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
         began = time.perf_counter()
-        answers = execute_chunks(self._batch, chunks, self._shapes, every_picture=every_picture)
+        answers = self._answers(verb, requests, **options)
         self.waited += time.perf_counter() - began
         return answers
 
-    def close(self) -> None:
-        """Close the simulators."""
-        self._batch.close()
+    def _answers(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
+        raise NotImplementedError(f"{type(self).__name__}._answers")
 
-    def __enter__(self) -> "LocalPool":
+    def close(self) -> None:
+        """Free what the environments hold."""
+
+    def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class LocalPool(Pool):
+    """Environments in this process, stepped one after another."""
+
+    def __init__(self, build: Build, size: int) -> None:
+        self.size = size
+        self._batch = (build if callable(build) else partial(make_batch, build))(size)
+        self._shapes: Shapes = {}
+        self.info = EnvInfo.of(self._batch)
+
+    def _answers(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
+        answer: Callable[..., dict[int, Any]] = start_episodes if verb == "start" else execute_chunks
+        return answer(self._batch, requests, self._shapes, **options)
+
+    def close(self) -> None:
+        """Close the simulators."""
+        self._batch.close()

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import warnings
-from functools import partial
 from typing import Any
 
 from pirl.errors import MissingExtraError, PirlWarning
@@ -32,18 +31,18 @@ class RayPool(RemotePool):
     def __init__(
         self, build: Build, *, size: int, num_workers: int, timeout: float, start_timeout: float = START_TIMEOUT
     ) -> None:
-        ray = _running_ray()
-        if (cpus := ray.cluster_resources().get("CPU", 0)) < num_workers:
+        self._ray = _running_ray()
+        if (cpus := self._ray.cluster_resources().get("CPU", 0)) < num_workers:
             warnings.warn(
                 f"the Ray cluster has {cpus:g} CPUs for {num_workers} workers, which take one each; "
                 f"the others wait up to {start_timeout:g} s for more machines",
                 PirlWarning,
                 stacklevel=2,
             )
-        launch = partial(RayWorker, ray)
-        super().__init__(
-            build, launch, size=size, num_workers=num_workers, timeout=timeout, start_timeout=start_timeout
-        )
+        super().__init__(build, size=size, num_workers=num_workers, timeout=timeout, start_timeout=start_timeout)
+
+    def _launch(self) -> "RayWorker":
+        return RayWorker(self._ray)
 
 
 def _running_ray() -> Any:

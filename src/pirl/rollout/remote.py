@@ -19,12 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxtyping import Float
-
 from pirl import errors
 from pirl.errors import ConfigError, EnvError, PirlError, PirlWarning
-from pirl.records import Array, Context
-from pirl.rollout.pool import Advanced, Build, EnvInfo, LocalPool, Lost, Started
+from pirl.rollout.pool import Build, EnvInfo, LocalPool, Lost, Pool
 
 _THREADS = "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS LP_NUM_THREADS"
 ONE_THREAD = dict.fromkeys(_THREADS.split(), "1")
@@ -234,18 +231,11 @@ class _Seat:
         self._worker.kill()
 
 
-class RemotePool:
-    """An `EnvPool` over workers made by `launch`. Slot s lives in worker s % num_workers."""
+class RemotePool(Pool):
+    """An `EnvPool` over workers. Slot s lives in worker s % num_workers."""
 
     def __init__(
-        self,
-        build: Build,
-        launch: Callable[[], Worker],
-        *,
-        size: int,
-        num_workers: int,
-        timeout: float,
-        start_timeout: float = START_TIMEOUT,
+        self, build: Build, *, size: int, num_workers: int, timeout: float, start_timeout: float = START_TIMEOUT
     ) -> None:
         if not 1 <= num_workers <= size:
             raise ConfigError(
@@ -259,32 +249,22 @@ class RemotePool:
                 hint="give a configuration, a function of a module, or a functools.partial of one",
             ) from error
         self.size = size
-        self.waited = 0.0
-        """Seconds spent waiting for environments."""
-        self.restarts = 0
-        """Number of replaced workers."""
         self._seats: list[_Seat] = []
         try:
             for opening in openings:
-                self._seats.append(_Seat(launch, opening, timeout, start_timeout))
+                self._seats.append(_Seat(self._launch, opening, timeout, start_timeout))
             self.info, *_ = [seat.await_ready() for seat in self._seats]
             self.restarts = sum(seat.restarts for seat in self._seats)
         except BaseException:
             self.close()
             raise
 
-    def start(self, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
-        """Begin an episode in each of the slots."""
-        return self._ask("start", contexts)
+    def _launch(self) -> Worker:
+        raise NotImplementedError(f"{type(self).__name__}._launch")
 
-    def advance(self, chunks: Mapping[int, Float[Array, "h A"]], *, every_picture: bool) -> dict[int, Advanced | Lost]:
-        """Execute a chunk in each of the slots, stopping where an episode ends."""
-        return self._ask("advance", chunks, every_picture=every_picture)
-
-    def _ask(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
+    def _answers(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
         if not self._seats:
             raise EnvError("this pool of environments is closed", hint="make a new one")
-        began = time.perf_counter()
         seats = len(self._seats)
         parts: dict[int, dict[int, Any]] = {}
         for slot, request in requests.items():
@@ -297,7 +277,6 @@ class RemotePool:
         for number, part in parts.items():
             answers = self._seats[number].answers(part)
             found |= {slot * seats + number: answer for slot, answer in answers.items()}
-        self.waited += time.perf_counter() - began
         self.restarts = sum(seat.restarts for seat in self._seats)
         return {slot: found[slot] for slot in requests}
 
@@ -308,9 +287,3 @@ class RemotePool:
         for seat in self._seats:
             seat.close()
         self._seats = []
-
-    def __enter__(self) -> "RemotePool":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

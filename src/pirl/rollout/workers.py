@@ -14,8 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from pirl.processes import end_with_parent
-from pirl.rollout.pool import Build
-from pirl.rollout.remote import ONE_THREAD, START_TIMEOUT, Host, RemotePool, WorkerLostError
+from pirl.rollout.remote import ONE_THREAD, Host, RemotePool, WorkerLostError
 
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from pirl.rollout.workers import serve; serve(int(sys.argv[1]))"
 """Code for the new interpreter: takes over this one's `sys.path`, then serves."""
@@ -26,12 +25,8 @@ class ProcessPool(RemotePool):
     start within `start_timeout` is replaced; its slots answer `Lost`.
     """
 
-    def __init__(
-        self, build: Build, *, size: int, num_workers: int, timeout: float, start_timeout: float = START_TIMEOUT
-    ) -> None:
-        super().__init__(
-            build, ProcessWorker, size=size, num_workers=num_workers, timeout=timeout, start_timeout=start_timeout
-        )
+    def _launch(self) -> "ProcessWorker":
+        return ProcessWorker()
 
 
 class ProcessWorker:

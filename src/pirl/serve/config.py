@@ -3,18 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pirl.errors import ConfigError
+from pirl.ranges import Bounds, Checked, Count, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(Checked):
     """Where the server listens, which clients it accepts, and how it plans."""
 
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0: all network interfaces."""
-    port: int = 8000
+    port: Annotated[int, Bounds(low=0, high=2**16 - 1)] = 8000
     """Port to listen on; 0 picks a free one."""
     api_key: str | None = field(default=None, repr=False)
     """Key that clients must send (`Authorization: Api-Key KEY`). None: no authentication."""
@@ -24,40 +25,30 @@ class ServeConfig:
     """The certificate's private key (PEM), if it is in a separate file."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata that clients get when they connect, such as ALOHA's `reset_pose`."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of the flow's noise."""
-    max_batch: int = 4
+    max_batch: Count = 4
     """Most requests per batch. Batches of 1, 2, 4, ... up to this are compiled before the server listens."""
-    batch_window: float = 0.003
+    batch_window: NotNegative = 0.003
     """Longest time a request waits for others to share its batch, in seconds. A single robot never waits."""
     real_time: bool = False
     """Real-time chunking: make a chunk consistent with the previous one, for requests that state how much of it was
     executed."""
-    real_time_limit: float = 5.0
+    real_time_limit: Positive = 5.0
     """Real-time chunking: largest guidance weight towards the previous chunk."""
-    max_message: int = 16 * 2**20
+    max_message: Count = 16 * 2**20
     """Largest request, in bytes."""
-    max_rate: float = 100.0
+    max_rate: Positive = 100.0
     """Most requests per second and connection; further ones are delayed."""
-    max_connections: int = 64
+    max_connections: Count = 64
     """Most simultaneous connections; further ones are refused."""
-    episode_gap: float = 10.0
+    episode_gap: Positive = 10.0
     """Idle time after which the next request starts a new episode, in seconds, for clients that do not send one."""
-    drain: float = 10.0
+    drain: Positive = 10.0
     """Longest time for pending requests on shutdown, in seconds."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_message", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"serve: {name} is {getattr(self, name)}", hint="it is at least 1")
-        for name in ("max_rate", "real_time_limit", "episode_gap", "drain"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"serve: {name} is {getattr(self, name)}", hint="it is more than 0")
-        if not self.batch_window >= 0 or self.seed < 0 or not 0 <= self.port < 2**16:
-            raise ConfigError(
-                f"serve: batch_window {self.batch_window}, seed {self.seed}, port {self.port}",
-                hint="no negative time or seed; a port is below 65536",
-            )
+        super().__post_init__()
         if self.tls_key is not None and self.tls_cert is None:
             raise ConfigError("serve: a private key without a certificate", hint="name both: --tls-cert, --tls-key")
         if self.api_key is not None and not self.api_key.strip():

@@ -30,7 +30,7 @@ from pirl.training.acting import Acting
 from pirl.training.features import Features
 
 FILE = "extra/novelty.npz"
-"""Where it is, in the folder of the checkpoint."""
+"""Its file in the checkpoint's folder."""
 COMPONENTS, KEPT, FOLDS, QUANTILE = 64, 4096, 5, 0.95
 """K; frames that are kept; parts that the episodes are dealt out to; the share of episodes within the limit."""
 LEAST = 20
@@ -42,7 +42,7 @@ class Novelty:
     """The data as one checkpoint sees them."""
 
     mean: Float[np.ndarray, "D"]
-    """Of the features."""
+    """Mean of the features."""
     directions: Float[np.ndarray, "D K"]
     """From centred features to whitened components."""
     rows: Float[np.ndarray, "N K"]

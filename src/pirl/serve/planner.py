@@ -17,12 +17,13 @@ from pirl.agents.agent import Agent, Choice, TrainState
 from pirl.build import build_agent
 from pirl.config import RLTrainConfig
 from pirl.data.robots import Robot
-from pirl.data.transforms import Transform, flatten
+from pirl.data.transforms import Transform
 from pirl.errors import DataError, PirlError
 from pirl.models import flow
 from pirl.models.config import Pi0Config
 from pirl.models.observation import Observation
 from pirl.names import ACTIONS, IMAGE, IMAGE_MASK
+from pirl.nested import flatten
 from pirl.processes import return_freed_memory
 from pirl.rollout.policy import row_keys
 from pirl.serve.novelty import Novelty
@@ -45,7 +46,7 @@ class Row:
     number: tuple[int, int]
     """(episode, step): where the row's noise comes from."""
     before: Float[np.ndarray, "H M"] | None = None
-    """What is left of the chunk before, relative to this observation's state, normalised, padded with zeros."""
+    """The rest of the previous chunk, relative to this observation's state, normalised, zero-padded."""
     overlap: int = 0
     """Steps of `before` that are real."""
     frozen: int = 0
@@ -53,7 +54,7 @@ class Row:
 
 
 class PlannedChunk(NamedTuple):
-    """What to do from one observation on."""
+    """The plan from one observation on."""
 
     chunk: Float[np.ndarray, "H A"]
     """Actions in the robot's units."""
@@ -92,7 +93,7 @@ class Planner:
 
     @property
     def robot(self) -> Robot:
-        """Whose observations it reads."""
+        """The robot whose observations it reads."""
         return self.transform.robot
 
     def compile(self, like: "Planner | None" = None) -> "Planner":
@@ -222,7 +223,7 @@ class Planner:
         return choice, None if self._novelty is None else features(agent, state, observation)
 
     def _sort(self) -> Any:
-        """What programs depend on: equal for two checkpoints of one run."""
+        """Everything that compiled programs depend on: equal for two checkpoints of one run."""
         config, weights = self.config, jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), self._state)
         parts = (config.model, config.agent, config.critic, config.rollout, config.data.cameras, config.robot)
         return (
@@ -252,7 +253,7 @@ def example(robot: Robot) -> dict[str, Any]:
 
 
 def _batch(rows: Sequence[Row]) -> tuple[Any, ...]:
-    """What a program takes beside weights and key."""
+    """Inputs of a program besides weights and key."""
     numbers = np.array([row.number for row in rows], np.uint32)
     inputs = jax.tree.map(lambda *leaves: np.stack(leaves), *(row.inputs for row in rows))
     if rows[0].before is None:

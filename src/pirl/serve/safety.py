@@ -12,13 +12,14 @@ import numpy as np
 from jaxtyping import Float
 
 from pirl.errors import ConfigError
+from pirl.ranges import Checked, Positive
 
 TINY = 1e-6
 """Rounding in float32, relative to the limit, is no violation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class Box(Checked):
     """A workspace: where some part of the robot may be."""
 
     actions: tuple[int, ...]
@@ -29,41 +30,36 @@ class Box:
     """Largest coordinates."""
     state: tuple[int, ...] | None = None
     """For actions that are steps: state dimensions with the coordinates now. None: actions are coordinates."""
-    scale: float = 1.0
+    scale: Positive = 1.0
     """Coordinates per unit of such a step."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = {len(part) for part in (self.actions, self.low, self.high, self.state) if part is not None}
         if len(sizes) != 1 or not all(low < high for low, high in zip(self.low, self.high, strict=True)):
             raise ConfigError(
                 f"safety: a workspace of {len(self.actions)} actions from {self.low} to {self.high}",
                 hint="as many dimensions in actions, low, high (and state); low below high",
             )
-        if not self.scale > 0:
-            raise ConfigError(f"safety: workspace.scale is {self.scale}", hint="it is more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoveltyConfig:
+class NoveltyConfig(Checked):
     """What happens where the policy sees what it has not seen in training."""
 
     mode: Literal["refuse", "warn"] = "refuse"
     """Refuse the request with the reason, or count it and say so in the log."""
-    limit: float = 1.0
+    limit: Positive = 1.0
     """Largest novelty. 1: as far from the data as the most distant frame of one in twenty held-out episodes."""
     file: Path | None = None
-    """What `pirl serve --fit-novelty` wrote, if not beside the weights."""
-
-    def __post_init__(self) -> None:
-        if not self.limit > 0:
-            raise ConfigError(f"safety: novelty.limit is {self.limit}", hint="more than 0, such as 1")
+    """The file of `pirl serve --fit-novelty`, if it is not beside the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SafetyConfig:
+class SafetyConfig(Checked):
     """The limits of one robot; a limit that is None is not checked. Lists have one value per action dimension."""
 
-    rate: float
+    rate: Positive
     """Control steps per second."""
     mode: Literal["clip", "refuse"] = "refuse"
     """What happens to a chunk beyond a limit: it is clipped, or refused with the reason."""
@@ -71,23 +67,16 @@ class SafetyConfig:
     """Smallest action."""
     high: tuple[float, ...] | None = None
     """Largest action."""
-    velocity: tuple[float, ...] | None = None
+    velocity: tuple[Positive, ...] | None = None
     """Largest change of the action, per second."""
-    jerk: tuple[float, ...] | None = None
+    jerk: tuple[Positive, ...] | None = None
     """Largest third difference of the action, per second³."""
     workspace: Box | None = None
-    """Where some part of the robot may be."""
-    jump: tuple[float, ...] | None = None
+    """Allowed positions of a part of the robot."""
+    jump: tuple[Positive, ...] | None = None
     """Largest distance between a chunk's first action and the chunk before, at the step it continues."""
     novelty: NoveltyConfig | None = None
     """What happens where the policy sees what it has not seen in training."""
-
-    def __post_init__(self) -> None:
-        if not self.rate > 0:
-            raise ConfigError(f"safety: rate is {self.rate}", hint="control steps per second")
-        for name in ("velocity", "jerk", "jump"):
-            if any(not limit > 0 for limit in getattr(self, name) or ()):
-                raise ConfigError(f"safety: {name} is {getattr(self, name)}", hint="limits are more than 0")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +84,7 @@ class LimitedChunk:
     """A chunk after the safety net."""
 
     chunk: Float[np.ndarray, "H A"] | None
-    """What may be sent; None if nothing may."""
+    """The actions that may be sent; None if none may."""
     rules: tuple[str, ...]
     """Limits that the chunk was beyond."""
     reason: str = ""

@@ -81,7 +81,7 @@ class PolicyServer:
 
     @property
     def robot(self) -> Robot:
-        """Whose observations are read."""
+        """The robot whose observations the server reads."""
         return self._planner.robot
 
     @property
@@ -142,13 +142,13 @@ class PolicyServer:
         self._stopping = True
         server.close(close_connections=False)
         deadline = self._loop.time() + self.config.drain
-        for session, connection in list(self._sessions.items()):
-            if session not in self._busy:
-                asyncio.create_task(connection.close(GOING_AWAY, "the server is stopping"))  # noqa: RUF006
+        idle = [connection for session, connection in self._sessions.items() if session not in self._busy]
+        closing = [asyncio.create_task(one.close(GOING_AWAY, "the server is stopping")) for one in idle]
         while self._sessions and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
         for connection in list(self._sessions.values()):
             connection.transport.abort()
+        await asyncio.gather(*closing, return_exceptions=True)
         await server.wait_closed()
 
     # HTTP, before a connection is upgraded

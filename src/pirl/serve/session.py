@@ -40,7 +40,7 @@ class Exchange:
 
 
 class Session:
-    """What the server remembers of a connection."""
+    """The server's state of a connection."""
 
     def __init__(self, number: int, planner: Planner, *, gap: float) -> None:
         """`gap`: seconds of silence after which a client that names no episodes has begun another."""
@@ -56,12 +56,12 @@ class Session:
 
     @property
     def episode(self) -> int | str:
-        """What the client calls the episode, or how many this connection had before."""
+        """The client's name of the episode, or the number of this connection's earlier ones."""
         return self._count if self._name is None else self._name
 
     @property
     def noise_number(self) -> tuple[int, int]:
-        """Where the noise comes from: the named episode and step, or the connection's number and its request's."""
+        """Seed of the noise: the named episode and step, or the numbers of connection and request."""
         if self._name is None:
             return self.number & _LARGEST, self._requests - 1
         name = self._name

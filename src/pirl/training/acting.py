@@ -16,16 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 from jaxtyping import Float
 
 from pirl import trust
 from pirl.agents.agent import Agent, TrainState
 from pirl.build import build_agent
-from pirl.checkpoints.compare import compare, shapes_of
 from pirl.checkpoints.fetch import fetch
 from pirl.checkpoints.ocdbt import read_json
+from pirl.checkpoints.restore import restore_part
 from pirl.checkpoints.run import EXTRA_ITEM
 from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps
 from pirl.checkpoints.weights import check_finite, kind_of, load
@@ -35,13 +33,14 @@ from pirl.data.assets import assets_beside, choose_asset, named_asset
 from pirl.data.transforms import Transform
 from pirl.envs.env import RawObservation
 from pirl.errors import CheckpointError, ConfigError
-from pirl.models.params import Params, flatten, nest
+from pirl.models.params import Params
 from pirl.models.policy import Preparing
 from pirl.names import ASSETS_ITEM, CONFIG_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.rollout.policy import ChunkPolicy
 from pirl.training.build import build_chunk_policy, build_transform
 from pirl.training.config import KeepBest
+from pirl.training.ending import best_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,17 +187,14 @@ def _own_config(folder: Path, metadata: Mapping[str, Any]) -> RLTrainConfig:
 def _best_step(run: Path, steps: list[int], config: RLTrainConfig | None) -> int:
     """The step with the best value of `checkpoint.keep_best.metric`; the latest of equals."""
     found = {step: _metadata(run / str(step)) for step in steps}
-    config = config or _own_config(run / str(steps[-1]), found[steps[-1]])
-    rule = config.checkpoint.keep_best or KeepBest()
-    values = {step: (metadata.get("metrics") or {}).get(rule.metric) for step, metadata in found.items()}
-    scores = {step: value for step, value in values.items() if value is not None}
-    if not scores:
+    rule = (config or _own_config(run / str(steps[-1]), found[steps[-1]])).checkpoint.keep_best or KeepBest()
+    best = best_step({step: metadata.get("metrics") or {} for step, metadata in found.items()}, rule)
+    if best is None:
         raise CheckpointError(
             f"no step of {run} was saved with {rule.metric} ({len(steps)} steps)",
             hint="make checkpoint.save_interval a multiple of evaluation.interval; or name a step's folder",
         )
-    sign = 1 if rule.mode == "max" else -1
-    return max(scores, key=lambda step: (sign * scores[step], step))
+    return best
 
 
 def checkpoint_transform(folder: Path, config: RLTrainConfig) -> Transform:
@@ -228,29 +224,5 @@ def _other_weights(folder: Path, shapes: TrainState, needed: Set[str]) -> dict[s
     reference: dict[str, Params] = {"ema": {}, "groups": {}}
     for name, leaves in groups.items():
         reference["ema" if name in shapes.ema else "groups"][name] = leaves
-    restored = _restore_part(item, {kind: tree for kind, tree in reference.items() if tree})
+    restored = restore_part(item, {kind: tree for kind, tree in reference.items() if tree})
     return restored.get("ema", {}) | restored.get("groups", {})
-
-
-def _restore_part(item: Path, reference: Params) -> Params:
-    """Read only the leaves of an Orbax item that are in `reference`, with its shardings and dtypes."""
-    likes = flatten(reference)
-    handler = ocp.PyTreeCheckpointHandler()
-    path = epath.Path(item.absolute())
-    try:
-        stored = flatten(handler.metadata(path).tree)
-        wanted = {name: stored[name] for name in likes if name in stored}
-        compare(shapes_of(wanted), shapes_of(reference), source=str(item), allow_missing="(?!)")
-        arguments = {name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype) for name, x in likes.items()}
-        request = ocp.args.PyTreeRestore(item=nest(wanted), restore_args=nest(arguments), partial_restore=True)
-        restored: Params = handler.restore(path, args=request)
-        return restored
-    except CheckpointError:
-        raise
-    except Exception as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(
-            f"{item} cannot be read: {reason[:300]}", hint="the files are damaged: take another step"
-        ) from error
-    finally:
-        handler.close()

@@ -20,6 +20,7 @@ from pirl.names import CONFIG_FILE
 from pirl.parallel import distributed
 from pirl.planning.flops import update_flops
 from pirl.planning.memory import GPUMemoryMonitor
+from pirl.progress import Progress
 from pirl.training import recovered
 from pirl.training.early_stop import Patience
 from pirl.training.ending import summary
@@ -27,7 +28,6 @@ from pirl.training.evaluator import Evaluations
 from pirl.training.interrupt import StopRequest, stop_on_signal
 from pirl.training.metrics import MetricLog, Timers, check_finite, peak_flops
 from pirl.training.pictures import save_camera_grid
-from pirl.training.progress import Progress
 from pirl.training.recovered import Recovery
 from pirl.training.saving import Saver
 from pirl.training.sinks import RunInfo
@@ -131,7 +131,7 @@ class Callbacks:
             self.ending += self.saver.leave(state, step, values)
         elif self.over or self.checkpoints.due(step):
             jax.block_until_ready(state.step)  # dispatched updates count as training time, saving does not
-            with self.log.paused():
+            with self._paused():
                 self.saver.save(state, step, values)
             self.stop.warn(self.config.checkpoint.grace, self.checkpoints.seconds, self.say)
         self.progress.advance()
@@ -163,6 +163,12 @@ class Callbacks:
             self.saver.save(state, step, values)
             raise
 
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Time that is no training."""
+        with self.log.paused(), self.watchdog.paused():
+            yield
+
     def _mark(self, label: str) -> None:
         if self.config.log_memory:
             self.memory.mark(label)
@@ -182,7 +188,7 @@ class Callbacks:
         """Evaluate and log if due; returns the state after `agent.heard` saw the results, and the results or None."""
         if self.evaluator is None or not self.evaluator.due(step, self.total):
             return state, None
-        with self._saving_if_environments_break(state, step, values) if step else nullcontext(), self.log.paused():
+        with self._saving_if_environments_break(state, step, values) if step else nullcontext(), self._paused():
             results = self.evaluator(state, step, self.total, self.say)
             self.log.write(step, results)
             self.log.show(step, self.evaluator.shown)

@@ -4,10 +4,10 @@ To add an optimizer or schedule, add a dataclass here and register a function fo
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from pirl.errors import ConfigError
-from pirl.ranges import Auto, Checked, Count, Decay, Inside, Natural, NotNegative, Positive
+from pirl.ranges import Auto, Bounds, Checked, Count, Decay, Inside, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,21 +158,16 @@ class RecoveryConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOutConfig:
+class HeldOutConfig(Checked):
     """Offline metrics on held-out episodes during training, if `data.held_out` is set."""
 
-    interval: int = 1000
+    interval: Count = 1000
     """Steps between measurements; the first is before training, the last at its end."""
-    rows: int = 512
+    rows: Annotated[int, Bounds(low=8)] = 512
     """Approximate number of rows to measure on; always the same ones, spread evenly over the episodes, at least eight
     per episode."""
-    candidates: int = 8
+    candidates: Annotated[int, Bounds(low=2)] = 8
     """Policy samples per row that the critic compares."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("interval", 1), ("rows", 8), ("candidates", 2)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"held_out.{name} is {getattr(self, name)}", hint=f"it is at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from pirl import text
 from pirl.checkpoints.run import Checkpoints
 from pirl.config import RLTrainConfig
-from pirl.planning.memory import text_table
 from pirl.training.config import KeepBest
 from pirl.training.console import HEADLINES, number
 from pirl.training.shown import FOLDER
@@ -47,7 +47,7 @@ def table(metrics: Mapping[int, Mapping[str, float]], best: int | None) -> list[
     for step, values in metrics.items():
         shown = ("–" if values.get(name) is None else number(values[name]) for name in names)
         rows.append((f"{step:,}{' (best)' if step == best else ''}", *shown))
-    return text_table(rows, "<" + ">" * len(names))
+    return text.table(rows, "<" + ">" * len(names))
 
 
 def next_commands(config: RLTrainConfig, folder: Path, step: int) -> list[str]:

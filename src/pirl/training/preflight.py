@@ -36,6 +36,7 @@ from pirl.data.normalize import load_norm_stats
 from pirl.data.pool import fingerprint
 from pirl.envs.make import check_installed
 from pirl.errors import CheckpointError, ConfigError, PirlError, PirlWarning, did_you_mean, listing, numbered
+from pirl.files import size_of
 from pirl.models.params import shapes_of
 from pirl.names import ACTIONS, NORM_STATS_FILE, TRAIN_STATE_ITEM
 from pirl.parallel.sharding import check_batch, validate_fsdp_sharding
@@ -314,11 +315,12 @@ def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set
 
 
 def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlError]:
-    """Not enough free disk for the checkpoints that are kept plus the one being written."""
+    """Not enough disk for the checkpoints that are kept plus the one being written; those that are there make room."""
     needed, steps = checkpoint_bytes(config, shapes)
+    held = sum(size_of(config.run_dir / str(step)) for step in complete_steps(config.run_dir))
     place = next(parent for parent in (config.run_dir, *config.run_dir.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(place).free
-    if needed > free:
+    if needed > free + held:
         yield CheckpointError(
             f"the checkpoints take up to {needed / GB:.1f} GB ({steps} steps), and {place} has {free / GB:.1f} GB free",
             hint="keep fewer (--checkpoint.keep-period None, --checkpoint.keep-last 1) or their weights alone "

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from pirl.checkpoints.ocdbt import read_json
 from pirl.config import RLTrainConfig
-from pirl.config_io import Change, diff, from_dict, to_dict
+from pirl.config_io import Change, diff, to_dict, with_settings
 from pirl.errors import CheckpointError
 from pirl.files import json_text, write_text
+from pirl.nested import flatten
 
 FILE = "recoveries.json"
 METRIC = "recovery/times"
@@ -64,8 +65,8 @@ def write(folder: Path, recoveries: Sequence[Recovery]) -> None:
 def remembered(config: RLTrainConfig, recoveries: Sequence[Recovery]) -> RLTrainConfig:
     """The configuration with the recoveries' changes reapplied, except to settings that the user has changed since."""
     for one in recoveries:
-        now = to_dict(config)
-        config = with_settings(config, {path: new for path, (old, new) in one.changes.items() if _at(now, path) == old})
+        now = flatten(to_dict(config), ".")
+        config = with_settings(config, {path: new for path, (old, new) in one.changes.items() if now.get(path) == old})
     return config
 
 
@@ -73,18 +74,6 @@ def changes_between(before: RLTrainConfig, after: RLTrainConfig) -> dict[str, tu
     """The differences, as in `Recovery.changes`."""
     found: list[Change] = diff(before, after)
     return {path: (old, new) for path, old, new in found}
-
-
-def with_settings(config: RLTrainConfig, settings: Mapping[str, Any]) -> RLTrainConfig:
-    """The configuration with these values at dotted paths."""
-    changed: dict[str, Any] = {}
-    for path, value in settings.items():
-        *parents, name = path.split(".")
-        place = changed
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = value
-    return from_dict(RLTrainConfig, changed, base=config)
 
 
 def beyond(position: Mapping[str, Any], recoveries: Sequence[Recovery]) -> dict[str, Any]:
@@ -102,9 +91,3 @@ def _recovery(*, changes: Mapping[str, Sequence[Any]], skipped: Sequence[int], *
     pairs = {path: (old, new) for path, (old, new) in changes.items()}
     first, end = skipped
     return Recovery(changes=pairs, skipped=(int(first), int(end)), **rest)
-
-
-def _at(tree: Any, path: str) -> Any:
-    for part in path.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree

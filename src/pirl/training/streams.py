@@ -14,11 +14,12 @@ import numpy as np
 
 from pirl.agents.agent import Agent, Lesson, TrainState
 from pirl.config import RLTrainConfig
+from pirl.data.episode_store import keep_only
 from pirl.data.loader import ACRLPDDataLoader, put_on_devices
-from pirl.data.replay import ReplayBuffer, prune
-from pirl.data.transforms import flatten
+from pirl.data.replay import ReplayBuffer
 from pirl.envs.env import RawObservation
 from pirl.errors import EnvError
+from pirl.nested import flatten
 from pirl.parallel.distributed import host_slice
 from pirl.records import Array, Context, Episode, Rollout
 from pirl.rollout.collect import Job, numbered
@@ -206,7 +207,7 @@ class OnlineStream(DatasetStream):
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Delete evicted replay episodes that no checkpoint refers to, and rollouts of finished collections."""
         states = list(states)
-        prune(self._directory, [state["replay"] for state in states])
+        keep_only(self._directory, [name for state in states for name in state["replay"]["episodes"]])
         self._collector.prune(state["collector"] for state in states)
 
 

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from pirl.config import WatchdogConfig
@@ -45,6 +46,7 @@ class Watchdog:
         self._trained = 0.0
         self._memory: deque[float] = deque(maxlen=config.patience + 1)
         self._beats: deque[float] = deque(maxlen=32)
+        self._paused = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="pirl-watchdog", daemon=True)
 
@@ -61,6 +63,17 @@ class Watchdog:
     def beat(self) -> None:
         """Note the end of a step."""
         self._beats.append(self._clock())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is no step, such as an evaluation: it is no hang, and does not count as one later."""
+        began, self._paused = self._clock(), True
+        try:
+            yield
+        finally:
+            lost = self._clock() - began
+            self._beats = deque((beat + lost for beat in self._beats), maxlen=self._beats.maxlen)
+            self._paused = False
 
     def look(self, values: Mapping[str, float]) -> dict[str, float]:
         """Check newly logged metrics; returns `health/...` for new alarms."""
@@ -143,7 +156,7 @@ class Watchdog:
     def listen(self) -> None:
         """Warn if no step has ended for far longer than the median step. Needs three steps: the first one compiles."""
         beats = list(self._beats)
-        if len(beats) < 3 or "hang" in self._said:
+        if len(beats) < 3 or self._paused or "hang" in self._said:
             return
         usual = statistics.median(b - a for a, b in itertools.pairwise(beats))
         silent = self._clock() - beats[-1]

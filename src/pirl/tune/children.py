@@ -1,13 +1,16 @@
 """Child processes of a search or comparison: `pirl` commands that log to a file and end with this process."""
 
+import contextlib
 import functools
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from pirl.checkpoints.run_directory import METADATA_FILE, complete_steps, lock_run
 from pirl.config import RLTrainConfig
@@ -61,6 +64,74 @@ def launch(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> P
 def _lifeline() -> tuple[int, int]:
     """A pipe that closes when this process ends."""
     return os.pipe()
+
+
+@dataclass(eq=False, kw_only=True)
+class Child:
+    """A process that works on a run."""
+
+    process: Process
+    log: Path
+    begin_of_log: int
+    """Size of the log before this attempt."""
+    slot: int
+    """Index of its job slot."""
+    began: float
+    told: bool = False
+    """Whether it was asked to stop. Only once: a second signal would not reach the first's handler."""
+
+    def stop(self) -> None:
+        """Ask it to save and stop."""
+        if not self.told:
+            self.told = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
+    def failure(self, code: int) -> tuple[str, bool]:
+        """Why it failed, and whether its settings may be the cause."""
+        return explain(code, tail(self.log, self.begin_of_log))
+
+
+C = TypeVar("C", bound=Child)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots(Generic[C]):
+    """Places for processes that run at the same time."""
+
+    jobs: int
+    """How many."""
+    kind: type[C]
+    start: Launch = launch
+    clock: Callable[[], float] = time.monotonic
+    active: list[C] = field(default_factory=list)
+
+    @property
+    def free(self) -> bool:
+        """Whether another process may start."""
+        return len(self.active) < self.jobs
+
+    def begin(self, words: Sequence[str], log: Path, **own: Any) -> None:
+        """Start a process in a free slot; `own` are the fields of its kind."""
+        slot = next(place for place in range(self.jobs) if place not in [one.slot for one in self.active])
+        begin = log.stat().st_size if log.exists() else 0
+        process = self.start(words, log, devices(slot, self.jobs, os.environ))
+        place: dict[str, Any] = {"log": log, "begin_of_log": begin, "slot": slot, "began": self.clock()}
+        self.active.append(self.kind(process=process, **place, **own))
+
+    def leave(self, spent: Callable[[C], None]) -> None:
+        """Stop what still runs: SIGTERM, then SIGKILL after a timeout; `spent` notes the time of each."""
+        for one in self.active:
+            one.stop()
+        for one in self.active:
+            try:
+                one.process.wait(PATIENCE_SECONDS)
+            except BaseException as error:
+                one.process.kill()
+                one.process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+            spent(one)
 
 
 def train_words(file: Path, config: RLTrainConfig) -> list[str]:

@@ -4,10 +4,6 @@ All state is in files, so repeating the command continues after any interruption
 killed ones resume from their checkpoints.
 """
 
-import contextlib
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +12,8 @@ from typing import Any
 
 from pirl.checkpoints.run_directory import complete_steps, lock_run
 from pirl.errors import ConfigError, PirlError
-from pirl.training.progress import Progress
-from pirl.tune.children import (
-    PATIENCE_SECONDS,
-    STOPPED,
-    Launch,
-    Process,
-    devices,
-    explain,
-    launch,
-    tail,
-    train_words,
-)
+from pirl.progress import Progress
+from pirl.tune.children import STOPPED, Child, Launch, Slots, launch, train_words
 from pirl.tune.compared import (
     SUCCESS,
     check_asked,
@@ -45,33 +31,18 @@ POLL_SECONDS = 1.0
 
 
 @dataclass(eq=False, kw_only=True)
-class Attempt:
+class Attempt(Child):
     """A process that trains or evaluates a run."""
 
     run: Run
-    process: Process
     training: bool
     """Whether it trains; otherwise it evaluates."""
-    slot: int
-    """Index of its job slot."""
-    begin_of_log: int
-    """Size of the log before this attempt."""
-    began: float
     until: int
     """Step it resumed from: records of later steps count only if written after `since`."""
     since: float
     """Start time in seconds since the epoch."""
     enough: bool = False
     """Whether the run has used its budget."""
-    told: bool = False
-    """Whether it was asked to stop."""
-
-    def stop(self) -> None:
-        """Ask it to save and stop, once."""
-        if not self.told:
-            self.told = True
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGTERM)
 
 
 class Comparison:
@@ -91,14 +62,14 @@ class Comparison:
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         """`metric` is the success rate on `episodes` test states, or a metric of the log; `stop` is polled."""
-        self._runs, self._folder, self._metric, self._episodes, self._jobs = runs, folder, metric, episodes, jobs
-        self._stop, self._start, self._clock, self._poll_seconds = stop, start, clock, poll_seconds
+        self._runs, self._folder, self._metric, self._episodes = runs, folder, metric, episodes
+        self._stop, self._clock, self._poll_seconds = stop, clock, poll_seconds
+        self._slots = Slots(jobs=jobs, kind=Attempt, start=start, clock=clock)
         self.asked: Mapping[str, Any] = {
             "metric": metric,
             "episodes": episodes if metric == SUCCESS else None,
             "seconds": runs[0].seconds,
         }
-        self._active: list[Attempt] = []
         self._waiting: list[Run] = []
         self._interrupted = False
 
@@ -120,7 +91,7 @@ class Comparison:
                         self._watch()
                         self._progress.update(round(self._at()), status=self._status())
                 finally:
-                    self._leave()
+                    self._slots.leave(self._spend)
                     self._write()
         finally:
             lock.release()
@@ -131,7 +102,7 @@ class Comparison:
         found = 0.0
         for run in self._runs:
             budget = float(run.updates if run.seconds is None else run.seconds)
-            attempt = next((one for one in self._active if one.run is run and one.training), None)
+            attempt = next((one for one in self._slots.active if one.run is run and one.training), None)
             done = read_state(run).get("trained", False)
             found += budget if done else min(self._spent(run, attempt), budget)
         return found
@@ -145,9 +116,9 @@ class Comparison:
     def _fill(self) -> bool:
         """Start waiting runs in free slots; returns whether any process is active."""
         self._interrupted |= self._stop()
-        while self._waiting and not self._interrupted and len(self._active) < self._jobs:
+        while self._waiting and not self._interrupted and self._slots.free:
             self._begin(self._waiting.pop(0))
-        return bool(self._active)
+        return bool(self._slots.active)
 
     def _begin(self, run: Run) -> None:
         """Start training a run, or evaluating it if it is trained."""
@@ -160,25 +131,10 @@ class Comparison:
             self._finish(run)
             return
         run.folder.parent.mkdir(parents=True, exist_ok=True)
-        log = run.file(".log")
-        begin = log.stat().st_size if log.exists() else 0
-        slot = next(place for place in range(self._jobs) if place not in [one.slot for one in self._active])
         words = self._eval_words(run) if trained else train_words(run.file(".yaml"), run.config)
         self._print(f"{run}: {'evaluating' if trained else f'resuming at step {saved}' if saved else 'training'}")
-        since = time.time()
-        process = self._start(words, log, devices(slot, self._jobs, os.environ))
-        self._active.append(
-            Attempt(
-                run=run,
-                process=process,
-                training=not trained,
-                slot=slot,
-                begin_of_log=begin,
-                began=self._clock(),
-                until=saved,
-                since=since,
-            )
-        )
+        own = {"run": run, "training": not trained, "until": saved, "since": time.time()}
+        self._slots.begin(words, run.file(".log"), **own)
 
     def _over(self, run: Run, spent: float) -> bool:
         """Whether a run has used a budget that it does not enforce itself (seconds, or updates of iterations)."""
@@ -196,7 +152,7 @@ class Comparison:
     def _watch(self) -> None:
         """Poll every process once; stop those whose run has used its budget."""
         self._interrupted |= self._stop()
-        for one in list(self._active):
+        for one in list(self._slots.active):
             if self._interrupted:
                 one.stop()
             code = one.process.poll()
@@ -204,7 +160,7 @@ class Comparison:
                 one.enough = True
                 one.stop()
             if code is not None:
-                self._active.remove(one)
+                self._slots.active.remove(one)
                 self._end(one, code)
 
     def _end(self, one: Attempt, code: int) -> None:
@@ -219,9 +175,9 @@ class Comparison:
         elif code in STOPPED:
             self._interrupted = True  # an external signal stops the whole comparison
         else:
-            reason, explained = explain(code, tail(one.run.file(".log"), one.begin_of_log))
+            reason, explained = one.failure(code)
             if not explained:
-                hint = f"see its log, {one.run.file('.log')}; once fixed, the same command continues"
+                hint = f"see its log, {one.log}; once fixed, the same command continues"
                 raise PirlError(f"{one.run} failed: {reason}", hint=hint)
             note(one.run, failed=reason)
             self._print(f"{one.run} failed: {reason}")
@@ -238,20 +194,6 @@ class Comparison:
         spent = read_state(one.run).get("wall_seconds", 0.0)
         note(one.run, wall_seconds=spent + self._clock() - one.began)
 
-    def _leave(self) -> None:
-        """Stop what runs when an error ends the comparison: SIGTERM, then SIGKILL after a timeout."""
-        for one in self._active:
-            one.stop()
-        for one in self._active:
-            try:
-                one.process.wait(PATIENCE_SECONDS)
-            except BaseException as error:
-                one.process.kill()
-                one.process.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-            self._spend(one)
-
     def _write(self) -> None:
         write_results(self._folder, results_json(self._runs, self.asked))
 
@@ -260,7 +202,7 @@ class Comparison:
 
     def _status(self) -> str:
         told = []
-        for one in self._active:
+        for one in self._slots.active:
             at = f"{self._spent(one.run, one):,.0f}" if one.training else "evaluation"
             told.append(f"{one.run.agent} seed {one.run.seed} at {at}")
         return ", ".join(told)

@@ -5,11 +5,7 @@ out-of-memory error fails a single trial, and an interrupted search resumes its 
 itself uses no device.
 """
 
-import contextlib
 import math
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,18 +16,8 @@ from optuna.trial import Trial
 
 from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError, PirlError
-from pirl.training.progress import Progress
-from pirl.tune.children import (
-    PATIENCE_SECONDS,
-    STOPPED,
-    Launch,
-    Process,
-    devices,
-    explain,
-    launch,
-    tail,
-    train_words,
-)
+from pirl.progress import Progress
+from pirl.tune.children import STOPPED, Child, Launch, Slots, launch, train_words
 from pirl.tune.results import described, drop_checkpoints, write_results
 from pirl.tune.study import State, Study, read_evaluations
 
@@ -42,33 +28,17 @@ Keep = Literal["best", "all"]
 
 
 @dataclass(eq=False, kw_only=True)
-class Attempt:
+class Attempt(Child):
     """A running trial."""
 
     trial: Trial
     config: RLTrainConfig
-    process: Process
-    log: Path
-    begin_of_log: int
-    """Size of the log before this attempt."""
-    slot: int
-    """Index of its job slot."""
-    began: float
     seen: int = 0
     """Number of evaluations reported so far."""
     step: int = 0
     """The last logged step."""
     pruned: str = ""
     """Why it is pruned."""
-    told: bool = False
-    """Whether it was asked to stop. Only once: a second signal would not reach the first's handler."""
-
-    def stop(self) -> None:
-        """Ask it to save and stop."""
-        if not self.told:
-            self.told = True
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +72,8 @@ class Tuner:
         """
         self._study, self._search, self._trials, self._jobs, self._keep = study, study.search, trials, jobs, keep
         self._timeout, self._stop, self._on_results = timeout, stop, on_results
-        self._start, self._clock, self._poll_seconds = start, clock, poll_seconds
-        self._active: list[Attempt] = []
+        self._slots = Slots(jobs=jobs, kind=Attempt, start=start, clock=clock)
+        self._clock, self._poll_seconds = clock, poll_seconds
         self._interrupted = False
         self._unexplained = 0
 
@@ -117,10 +87,10 @@ class Tuner:
                 while self._fill(waiting, late=self._clock() >= end):
                     time.sleep(self._poll_seconds)
                     self._watch()
-                    at = self._finished() * steps + sum(one.step for one in self._active)
+                    at = self._finished() * steps + sum(one.step for one in self._slots.active)
                     self._progress.update(at, status=self._status())
             finally:
-                self._leave()
+                self._slots.leave(self._spend)
         return Ending(finished=self._finished() >= self._trials, interrupted=self._interrupted)
 
     def _finished(self) -> int:
@@ -129,20 +99,20 @@ class Tuner:
     def _fill(self, waiting: list[Trial], *, late: bool) -> bool:
         """Start trials in free slots; returns whether any run is active."""
         self._interrupted |= self._stop()
-        while not (self._interrupted or late) and len(self._active) < self._jobs and self._begin(waiting):
+        while not (self._interrupted or late) and self._slots.free and self._begin(waiting):
             pass
-        return bool(self._active)
+        return bool(self._slots.active)
 
     def _watch(self) -> None:
         """Poll every run once."""
         self._interrupted |= self._stop()
-        for one in list(self._active):
+        for one in list(self._slots.active):
             if self._interrupted:
                 one.stop()
             code = one.process.poll()  # before reading its log, so that nothing is missed
             self._look(one)
             if code is not None:
-                self._active.remove(one)
+                self._slots.active.remove(one)
                 self._end(one, code)
 
     def _begin(self, waiting: list[Trial]) -> bool:
@@ -161,25 +131,10 @@ class Tuner:
             self._finish(trial, "failed", f"not possible: {error.message}")
             self._write()
             return True
-        slot = next(place for place in range(self._jobs) if place not in [one.slot for one in self._active])
-        log = self._search.folder / f"trial-{trial.number:03d}.log"
-        words = self._words(trial.number, config)
-        self._active.append(
-            Attempt(
-                trial=trial,
-                config=config,
-                log=log,
-                begin_of_log=log.stat().st_size if log.exists() else 0,
-                process=self._start(words, log, devices(slot, self._jobs, os.environ)),
-                slot=slot,
-                began=self._clock(),
-            )
-        )
+        name = f"trial-{trial.number:03d}"
+        words = train_words(self._search.folder / f"{name}.yaml", config)
+        self._slots.begin(words, self._search.folder / f"{name}.log", trial=trial, config=config)
         return True
-
-    def _words(self, number: int, config: RLTrainConfig) -> list[str]:
-        """The command that starts or resumes a trial's run."""
-        return train_words(self._search.folder / f"trial-{number:03d}.yaml", config)
 
     def _look(self, one: Attempt) -> None:
         """Report new evaluations and prune the run if they are hopeless."""
@@ -196,7 +151,7 @@ class Tuner:
 
     def _end(self, one: Attempt, code: int) -> None:
         """Record how a run ended."""
-        self._study.spend(one.trial, self._clock() - one.began)
+        self._spend(one)
         if one.pruned:
             self._finish(one.trial, "pruned", one.pruned)
         elif code == 0 and one.seen:
@@ -210,7 +165,7 @@ class Tuner:
 
     def _fail(self, one: Attempt, code: int) -> None:
         """Record a failure. Raise if its settings do not explain it and no trial has succeeded, or if it repeats."""
-        reason, explained = explain(code, tail(one.log, one.begin_of_log))
+        reason, explained = one.failure(code)
         self._unexplained = 0 if explained else self._unexplained + 1
         hint = f"see its log, {one.log}; once fixed, the same command continues"
         if not explained and not self._study.count("done", "pruned"):
@@ -220,19 +175,8 @@ class Tuner:
             self._write()
             raise PirlError(f"{self._unexplained} trials in a row failed, the last one: {reason}", hint=hint)
 
-    def _leave(self) -> None:
-        """Stop running trials when an error ends the search: SIGTERM, then SIGKILL after a timeout."""
-        for one in self._active:
-            one.stop()
-        for one in self._active:
-            try:
-                one.process.wait(PATIENCE_SECONDS)
-            except BaseException as error:
-                one.process.kill()
-                one.process.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-            self._study.spend(one.trial, self._clock() - one.began)
+    def _spend(self, one: Attempt) -> None:
+        self._study.spend(one.trial, self._clock() - one.began)
 
     def _write(self) -> None:
         """Write all results and, with keep "best", delete the checkpoints of other finished trials."""
@@ -252,5 +196,5 @@ class Tuner:
 
     def _status(self) -> str:
         best = self._study.best()
-        told = [f"trial {one.trial.number} at step {one.step}" for one in self._active]
+        told = [f"trial {one.trial.number} at step {one.step}" for one in self._slots.active]
         return ", ".join(told + ([f"best {best.last} in trial {best.number}"] if best else []))

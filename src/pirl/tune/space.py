@@ -13,7 +13,7 @@ from itertools import chain, islice, product
 from typing import Any
 
 from pirl.config import RLTrainConfig
-from pirl.config_io import from_dict, tag
+from pirl.config_io import tag, with_settings
 from pirl.errors import ConfigError, did_you_mean
 from pirl.recipes.flags import with_peak
 from pirl.recipes.settings import Setting, settings
@@ -59,15 +59,7 @@ def changed(config: RLTrainConfig, values: Mapping[str, Any]) -> RLTrainConfig:
     rates: dict[str, Any] = {
         part: with_peak(getattr(config, part), values[name]) for name, part in RATES.items() if name in values
     }
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        if path not in RATES:
-            *parts, last = path.split(".")
-            branch = tree
-            for part in parts:
-                branch = branch.setdefault(part, {})
-            branch[last] = value
-    return from_dict(RLTrainConfig, tree, base=replace(config, **rates))
+    return with_settings(replace(config, **rates), {path: value for path, value in values.items() if path not in RATES})
 
 
 def flags(config: RLTrainConfig, values: Mapping[str, Any]) -> list[str]:

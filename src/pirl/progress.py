@@ -6,16 +6,13 @@ This keeps bar fragments out of log files. While the bar is shown, prints and lo
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TypeVar
 
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.file_proxy import FileProxy
-
-T = TypeVar("T")
 
 
 class Progress:
@@ -103,25 +100,6 @@ class Progress:
     def _print(self, now: float) -> None:
         self._printed, self._printed_at = now, self._done
         self.console.print(self.line(now), soft_wrap=True, markup=False, highlight=False)
-
-
-def track(
-    items: Iterable[T],
-    description: str,
-    total: int | None = None,
-    *,
-    unit: str = "items",
-    interval: int | float | None = 30.0,
-    is_main: bool = True,
-    console: Console | None = None,
-) -> Iterator[T]:
-    """Iterate with progress shown; `total` defaults to `len(items)` if they have one."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    with Progress(description, total, unit=unit, interval=interval, is_main=is_main, console=console) as progress:
-        for item in items:
-            yield item
-            progress.advance()
 
 
 @contextmanager

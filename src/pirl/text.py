@@ -1,0 +1,21 @@
+"""Numbers and tables for people, as plain text."""
+
+from collections.abc import Sequence
+
+
+def size(count: int | float) -> str:
+    """Bytes: `1.5 GB`."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 1000:.1f} kB"
+
+
+def table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "") -> list[str]:
+    """Rows as aligned columns as wide as their longest entry; `align` has one of `<` and `>` for each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        indent
+        + "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
+    ]
