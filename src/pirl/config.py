@@ -43,7 +43,7 @@ _VOCABULARY = {"paligemma": 257_152, "byte": 259, "word": 512}
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise if a name cannot be that of a folder."""
+    """Raise if a name is not valid as a folder name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{what} is {name!r}", hint="it names a folder: letters, digits and . _ - + =, no slash")
 

@@ -55,7 +55,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], *, base: T | None = None) -
 
 
 def with_settings(config: T, settings: Mapping[str, Any]) -> T:
-    """The dataclass with other values, by dotted path."""
+    """The dataclass with these values at dotted paths."""
     return from_dict(type(config), nest(settings, "."), base=config)
 
 
@@ -101,7 +101,7 @@ def write_yaml(
 
 
 def diff(old: Any, new: Any) -> list[Change]:
-    """The settings in which two configurations (dataclasses, or plain data) differ, in the order of their fields."""
+    """The settings that differ between two configurations (dataclasses or plain data), in field order."""
     before, after = (flatten(one if isinstance(one, Mapping) else to_dict(one), ".") for one in (old, new))
     pairs = ((path, before.get(path, ABSENT), after.get(path, ABSENT)) for path in before | after)
     return [Change(*pair) for pair in pairs if pair[1] != pair[2]]

@@ -94,7 +94,7 @@ class Parts:
 
 
 def parts_of(cls: type[Any], parts: Parts) -> dict[str, Any]:
-    """The parts that a dataclass has fields for."""
+    """The parts whose names are fields of the dataclass, as keyword arguments."""
     return {field.name: getattr(parts, field.name) for field in fields(cls) if hasattr(parts, field.name)}
 
 
@@ -126,7 +126,7 @@ class Agent:
 
     @classmethod
     def build(cls, config: Any, parts: Parts) -> "Agent":
-        """The algorithm with these settings; by default its fields are the parts of the same names."""
+        """Build the algorithm from its settings and parts; by default parts are matched to fields by name."""
         return cls(config=config, **parts_of(cls, parts))  # type: ignore[call-arg]
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:

@@ -39,7 +39,7 @@ class BC(Agent):
     policy: FlowPolicy
     config: BCConfig
     policy_learner: Learner
-    """How the policy's weights learn."""
+    """Optimizer, mask and EMA of the policy's weights."""
     real_action_dim: int
     """Action dimensions the robot has; the rest is padding."""
     flow_steps: int = 10

@@ -35,6 +35,7 @@ class Draws(NamedTuple):
     """Random numbers for N noise samples per observation."""
 
     prior: Float[Array, "B N H A"]
+    """Standard normal noise."""
     own: Float[Array, "B N H A"]
     """Standard normal numbers for sampling the actor."""
     coin: Float[Array, "B N"]

@@ -50,7 +50,7 @@ class RIPT(OwnRollouts):
 
     config: RIPTConfig
     policy_learner: Learner
-    """How the policy's weights learn; those of `cfg`'s condition learn alike."""
+    """Optimizer, mask and EMA of the policy's weights, and of `cfg`'s condition (without the mask)."""
 
     def __post_init__(self) -> None:
         if self.config.loss == "cfg" and not isinstance(self.policy, Conditionable):

@@ -41,7 +41,7 @@ class RLToken(FrozenPolicy):
 
     config: RLTokenConfig
     flow_steps: int = 0
-    """Euler steps when acting; 0: as many as in training."""
+    """Euler steps when acting; 0: as in training."""
 
     @classmethod
     def build(cls, config: RLTokenConfig, parts: Parts) -> "RLToken":

@@ -115,7 +115,7 @@ def positive(text: str) -> int:
 
 
 def console(width: int = 160) -> Any:
-    """A rich console that shows text as it is; where there is no window, lines of tables are not broken."""
+    """A rich console without markup; without a terminal it is `width` wide, so that table lines do not wrap."""
     from rich.console import Console
 
     shown = Console(markup=False, emoji=False)

@@ -43,7 +43,7 @@ def apply_flags(config: RLTrainConfig, flags: Sequence[str], *, prog: str, about
 
 
 def short_names(prog: str) -> argparse.ArgumentParser:
-    """The parser of the short names."""
+    """The parser for short names."""
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [flags]")
     add = parser.add_argument
     add("--max-steps", "--num-steps", type=int, metavar="N", help="num_train_steps")

@@ -24,7 +24,7 @@ DOTS_UP_TO = 24
 SMOOTH_FROM = 40
 """Curves of at least this many points also get a smoothed curve."""
 SIZE = 1000
-"""Side of every drawing's view box."""
+"""Side of the SVG view box."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def render(chart: Chart) -> Markup:
 
 
 def plot(y_labels: Iterable[Markup], drawn: Markup, x_labels: Iterable[Markup], **attributes: str) -> Markup:
-    """A drawing with words beside and below it."""
+    """An SVG with HTML labels beside and below it."""
     return element(
         "div",
         element("div", y_labels, class_="ylabels", aria_hidden="true"),
@@ -109,12 +109,12 @@ def plot(y_labels: Iterable[Markup], drawn: Markup, x_labels: Iterable[Markup], 
 
 
 def drawing(*parts: Child) -> Markup:
-    """A square that stretches with its place on the page."""
+    """An SVG that stretches to fill its place on the page."""
     return element("svg", *parts, viewBox=f"0 0 {SIZE} {SIZE}", preserveAspectRatio="none", aria_hidden="true")
 
 
 def labels(of: Iterable[tuple[str, int | float]], on: Axis, side: str, first: str = "") -> Iterator[Markup]:
-    """Texts at values of an axis; `first` comes before the first of them and says what it counts."""
+    """Labels at values of an axis; `first` is prepended to the first one and names the unit."""
     for text, value in of:
         place = float(on.place(np.array([value], np.float64))[0])
         yield element("span", first + text, style=f"{side}:{100 * place:.2f}%")

@@ -118,7 +118,7 @@ def _cards(run: Run) -> Markup:
 
 
 def cards_row(cards: Iterable[tuple[str, Markup | None, str]]) -> Markup:
-    """Large numbers in a row: each a value, a bar if there is one, and what it is."""
+    """A row of cards, each with a large value, an optional bar, and a description."""
     shown = (
         element("div", element("b", value), more, element("span", text), class_="card") for value, more, text in cards
     )
@@ -208,7 +208,7 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Markup]:
 
 
 def document(title: str, body: Iterable[Child], *, runs: int = 0, script: str = "") -> str:
-    """The frame of a page about so many runs. Its policy forbids every request, and every script but this one."""
+    """The HTML document of a page about `runs` runs. Its security policy forbids requests and all other scripts."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     if script:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -182,7 +182,7 @@ def _figure(
     *,
     large: bool = False,
 ) -> Markup:
-    """A chart like those of the reports."""
+    """A chart in the style of reports."""
     grid = "".join(f"M0 {_flip(y_axis, value)}H{SIZE}" for value in y_axis.ticks)
     y_labels = [(tick(value), value) for value in y_axis.ticks]
     drawn = drawing(element("path", d=grid, class_="grid"), marks)

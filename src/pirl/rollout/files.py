@@ -1,4 +1,4 @@
-"""Stores the finished episodes of an unfinished collection, so that an interrupted run loses only running ones."""
+"""Stores the finished episodes of an unfinished collection, so that an interruption loses only running ones."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

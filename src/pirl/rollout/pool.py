@@ -213,7 +213,7 @@ class Pool:
     waited = 0.0
     """Seconds spent in the environments, or waiting for them."""
     restarts = 0
-    """Workers that had to be replaced."""
+    """Number of replaced workers."""
 
     def start(self, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
         """Begin an episode in each of the slots."""
@@ -233,7 +233,7 @@ class Pool:
         raise NotImplementedError(f"{type(self).__name__}._answers")
 
     def close(self) -> None:
-        """Free what the environments hold."""
+        """Close the environments."""
 
     def __enter__(self) -> "Pool":
         return self

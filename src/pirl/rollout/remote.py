@@ -232,7 +232,7 @@ class _Seat:
 
 
 class RemotePool(Pool):
-    """An `EnvPool` over workers. Slot s lives in worker s % num_workers."""
+    """An `EnvPool` over remote workers. Slot s lives in worker s % num_workers."""
 
     def __init__(
         self, build: Build, *, size: int, num_workers: int, timeout: float, start_timeout: float = START_TIMEOUT

@@ -165,7 +165,7 @@ class Callbacks:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Time that is no training."""
+        """Exclude the time inside the context from step times and hang detection."""
         with self.log.paused(), self.watchdog.paused():
             yield
 

@@ -315,7 +315,7 @@ def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set
 
 
 def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlError]:
-    """Not enough disk for the checkpoints that are kept plus the one being written; those that are there make room."""
+    """Not enough disk for the kept checkpoints and the one being written, counting space of existing ones as free."""
     needed, steps = checkpoint_bytes(config, shapes)
     held = sum(size_of(config.run_dir / str(step)) for step in complete_steps(config.run_dir))
     place = next(parent for parent in (config.run_dir, *config.run_dir.absolute().parents) if parent.is_dir())

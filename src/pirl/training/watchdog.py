@@ -66,7 +66,7 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is no step, such as an evaluation: it is no hang, and does not count as one later."""
+        """Exclude the time inside the context, such as an evaluation, from hang detection."""
         began, self._paused = self._clock(), True
         try:
             yield

@@ -88,7 +88,7 @@ class Child:
                 self.process.send_signal(signal.SIGTERM)
 
     def failure(self, code: int) -> tuple[str, bool]:
-        """Why it failed, and whether its settings may be the cause."""
+        """(why it failed, whether its settings may be the cause)."""
         return explain(code, tail(self.log, self.begin_of_log))
 
 
@@ -97,10 +97,10 @@ C = TypeVar("C", bound=Child)
 
 @dataclass(frozen=True, kw_only=True)
 class Slots(Generic[C]):
-    """Places for processes that run at the same time."""
+    """Job slots for parallel processes."""
 
     jobs: int
-    """How many."""
+    """Number of slots."""
     kind: type[C]
     start: Launch = launch
     clock: Callable[[], float] = time.monotonic
@@ -108,11 +108,11 @@ class Slots(Generic[C]):
 
     @property
     def free(self) -> bool:
-        """Whether another process may start."""
+        """Whether a slot is free."""
         return len(self.active) < self.jobs
 
     def begin(self, words: Sequence[str], log: Path, **own: Any) -> None:
-        """Start a process in a free slot; `own` are the fields of its kind."""
+        """Start a process in a free slot; `own`: further fields of its attempt."""
         slot = next(place for place in range(self.jobs) if place not in [one.slot for one in self.active])
         begin = log.stat().st_size if log.exists() else 0
         process = self.start(words, log, devices(slot, self.jobs, os.environ))
@@ -120,7 +120,7 @@ class Slots(Generic[C]):
         self.active.append(self.kind(process=process, **place, **own))
 
     def leave(self, spent: Callable[[C], None]) -> None:
-        """Stop what still runs: SIGTERM, then SIGKILL after a timeout; `spent` notes the time of each."""
+        """Stop running processes: SIGTERM, then SIGKILL after a timeout; `spent` is called for each."""
         for one in self.active:
             one.stop()
         for one in self.active:
