@@ -135,7 +135,7 @@ def collect(
             finished.append(running.pop(slot).finish(answer))
             stats.episodes += 1
             stats.env_steps += len(finished[-1].episode)
-        for job, reason in lost:  # after the finished episodes are counted
+        for job, reason in lost:  # now that all those are counted that were not
             queue.lose(job, reason)
         stats.total_seconds += (now := time.perf_counter()) - clock
         clock = now

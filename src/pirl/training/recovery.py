@@ -116,7 +116,7 @@ def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConf
         agent = replace(agent, accumulate=parts)
     else:
         return None
-    # Keep the mesh on several devices: choosing it again could shard the smaller parts over fewer of them.
+    # Keep the mesh on several devices: since smaller parts need less memory, a new choice could lower fsdp.
     mesh = chosen.mesh if jax.device_count() > 1 else config.mesh
     changed = replace(config, model=model, agent=agent, mesh=mesh)
     return changed, Recovery(
