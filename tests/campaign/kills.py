@@ -192,7 +192,7 @@ def fork(work: Callable[[], int], log: Path) -> int:
             os.dup2(handle, 1)
             os.dup2(handle, 2)
             code = work()
-        except BaseException:  # noqa: BLE001: a copy must never return to the caller
+        except BaseException:  # a copy must never return to the caller
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -269,13 +269,13 @@ class Attack:
         pid = fork(lambda: app.main(self.case.words(folder)), folder / "said.log")
         if while_writing:
             end = time.monotonic() + self.seconds
-            while not any(folder.glob(self.case.writing)) and time.monotonic() < end:
+            while not self._is_writing(folder) and time.monotonic() < end:
                 time.sleep(0.001)
             code = ended(pid, self.moments.uniform(0, 0.1))
         else:
             code = ended(pid, self.moments.uniform(0, 1.05 * self.seconds))
         if code is None:
-            written = any(folder.glob(self.case.writing))
+            written = self._is_writing(folder)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             self.counts["killed while writing" if written else "killed"] += 1
@@ -287,6 +287,12 @@ class Attack:
             time.sleep(0.01)
         assert not left, f"{self.name}: processes {left} outlived {pid}"
         do(lambda: self._check_steps(folder), folder / "checked.log")
+
+    def _is_writing(self, folder: Path) -> bool:
+        try:
+            return any(folder.glob(self.case.writing))
+        except FileNotFoundError:  # a folder went meanwhile
+            return False
 
     def _check_steps(self, folder: Path) -> int:
         """Check that every named step is complete."""

@@ -23,7 +23,7 @@ from pirl.models.pi0 import Pi0
 from pirl.serve.config import ServeConfig
 from pirl.serve.load import loader
 from pirl.serve.planner import LONGEST_PROMPT, PlannedChunk, Planner, example
-from pirl.serve.shadow import shadow
+from pirl.serve.shadow import Shadow, shadow
 from serving_runs import SEEN, load
 from small_pi0 import SMALL
 
@@ -131,6 +131,11 @@ def test_shadow_mode_measures_the_distance_to_what_was_done(planner: Planner, re
     assert (one.episodes, one.chunks) == (1, 1)
     assert (one.hold[0] == 0).all()
     assert (one.hold[1:] > 0).all()
+
+
+def test_steps_beyond_the_longest_episode_are_null_in_json() -> None:
+    found = Shadow(error=np.array([[0.5], [np.nan]]), hold=np.ones((2, 1)), spread=np.ones(1), chunks=1, episodes=1)
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["error"] == [[0.5], [None]]
 
 
 def test_another_robots_dataset_is_refused(planner: Planner) -> None:

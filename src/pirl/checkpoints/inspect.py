@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +34,12 @@ _COMPONENTS = (
     ("other", r".*"),
 )
 _SHOWN = ("SigLIP", "embedder", "Gemma VLM", "Gemma expert", "heads", "LoRA", "other", "unused")
-_TORCH_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TORCH_DTYPES = {
+    **{"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "BOOL": "bool"},
+    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+}
+"""Types of safetensors by NumPy's and ml_dtypes' names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ class StoredLeaf:
     @property
     def bytes(self) -> int:
         """Size in memory."""
-        return self.parameters * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
+        return self.parameters * np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from pirl.checkpoints.file_items import FilesHandler, FilesSave
 from pirl.checkpoints.lighten import can_be_resumed, drop_train_state
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.ownership import foreign_in_step
-from pirl.checkpoints.quiet import quieten_orbax, stop_metrics_leak
+from pirl.checkpoints.quiet import quieten_orbax, stop_leaks
 from pirl.checkpoints.restore import check_types, restore_tree
 from pirl.checkpoints.run_directory import (
     METADATA_FILE,
@@ -76,7 +76,7 @@ class Checkpoints:
         behind is removed first. `read_only` looks at a run, also while it is being trained, and changes nothing.
         """
         quieten_orbax()
-        stop_metrics_leak()
+        stop_leaks()
         self.directory = Path(directory).expanduser().absolute()
         self.config = config
         self._run = as_json(dict(run or {}))

@@ -221,13 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PirlError as error:
             _fail("error", error.message, error.hint)
             code = 1
-            if argv is None and type(error).__name__ == "LostProcessError":  # jax would wait for the others at its exit
-                os._exit(code)
         except Exception as error:
             hint = "" if _debugging() else "run again with PIRL_DEBUG=1 for the traceback"
             _fail("internal error", f"{type(error).__name__}: {error}", hint)
             code = 1
+    if code == 1 and argv is None and _one_of_several():
+        os._exit(code)  # jax would wait for the others at its exit
     return code
+
+
+def _one_of_several() -> bool:
+    """Whether this process trains with others."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 def _debugging() -> bool:

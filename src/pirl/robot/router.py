@@ -15,6 +15,8 @@ from pirl.robot.keys import POLICY, PREFIX
 
 BLIND = "blind"
 """The policy's name as the robot sees it."""
+TIMINGS = ("policy_timing", "server_timing")
+"""Left out of replies: a policy that compares candidates takes longer."""
 
 
 class BlindRouter:
@@ -82,6 +84,6 @@ class BlindRouter:
 
 
 def hidden(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The reply without pirl's own values, which differ between policies; what both must share stays."""
+    """The reply without what differs between policies: pirl's own values and the timings."""
     shared = {f"{PREFIX}{name}" for name in ("execute", "horizon", "robot", "real_time")}
-    return {key: value for key, value in reply.items() if not key.startswith(PREFIX) or key in shared}
+    return {key: value for key, value in reply.items() if key in shared or not key.startswith((PREFIX, *TIMINGS))}

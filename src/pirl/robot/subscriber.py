@@ -10,7 +10,7 @@ A robot with a loop of its own calls `Recorder.step` itself.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -20,8 +20,9 @@ from pirl.names import ACTIONS, PROMPT
 from pirl.robot.keys import INTERVENTION, POLICY
 from pirl.robot.recorder import Recorder
 
-Outcome = bool | tuple[bool, str] | None
-"""Success, or success and a note; None discards the episode."""
+Outcome = bool | Literal["timeout"] | tuple[bool | Literal["timeout"], str] | None
+"""Success, failure (False) or "timeout", alone or with a note; None discards the episode. A failure ends the task: its
+last actions get the value 0. After a time-out the task could still have succeeded."""
 
 
 @runtime_checkable
@@ -64,8 +65,10 @@ class RecordingSubscriber:
         if said is None or not self.recorder.running:
             self.recorder.discard()
             return
-        success, note = said if isinstance(said, tuple) else (said, "")
-        self.recorder.end(success, note=note)
+        outcome, note = said if isinstance(said, tuple) else (said, "")
+        if not isinstance(outcome, bool) and outcome != "timeout":
+            raise DataError(f"the episode's outcome is {outcome!r}", hint='answer True, False, "timeout" or None')
+        self.recorder.end(outcome is True, truncated=outcome == "timeout", note=note)
 
     def _find_task(self, observation: Mapping[str, Any]) -> str:
         task = self._task or observation.get(PROMPT)

@@ -16,6 +16,8 @@ from pirl.ranges import Checked, Positive
 
 TINY = 1e-6
 """Rounding in float32, relative to the limit, is no violation."""
+ROUNDS = 8
+"""Passes over all rules before a chunk is refused: clipping to one limit may violate another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ class SafetyConfig(Checked):
     rate: Positive
     """Control steps per second."""
     mode: Literal["clip", "refuse"] = "refuse"
-    """What happens to a chunk beyond a limit: it is clipped, or refused with the reason."""
+    """What happens to a chunk beyond a limit: it is clipped, or refused with the reason. A chunk that cannot be clipped
+    to all limits at once is refused."""
     low: tuple[float, ...] | None = None
     """Smallest action."""
     high: tuple[float, ...] | None = None
@@ -137,16 +140,35 @@ class SafetyNet:
         return found if found.chunk is None else replace(found, rules=("novelty", *found.rules), reason=reason)
 
     def _within(self, chunk: np.ndarray, state: np.ndarray, last: Any, expected: Any) -> LimitedChunk:
-        """The chunk within the limits on actions."""
+        """The chunk within all limits on actions at once, or none if `ROUNDS` passes of clipping do not get there."""
+        out = np.asarray(chunk, np.float64)
+        out, rules, reason = self._clipped(out, state, last, expected)
+        if not rules:
+            return LimitedChunk(chunk=chunk, rules=())
+        if self.config.mode == "refuse":
+            return LimitedChunk(chunk=None, rules=rules[:1], reason=reason)
+        for _ in range(ROUNDS):
+            sent = out.astype(chunk.dtype)
+            out, violated, _ = self._clipped(np.asarray(sent, np.float64), state, last, expected)
+            if not violated:
+                return LimitedChunk(chunk=sent, rules=rules, reason=reason)
+            rules += tuple(rule for rule in violated if rule not in rules)
+        return LimitedChunk(
+            chunk=None, rules=rules, reason=f"{reason}; clipping cannot meet {', '.join(rules)} at once"
+        )
+
+    def _clipped(
+        self, out: np.ndarray, state: np.ndarray, last: Any, expected: Any
+    ) -> tuple[np.ndarray, tuple[str, ...], str]:
+        """The chunk after one pass over the rules, the violated rules, and the first violation in words."""
         rules: list[str] = []
         reason = ""
-        out = np.asarray(chunk, np.float64)
         for rule, limited in (
             ("jump", lambda x: self._jump(x, last, expected)),
-            ("limits", self._limits),
-            ("workspace", lambda x: self._workspace(x, state)),
             ("velocity", self._velocity),
             ("jerk", self._jerk),
+            ("limits", self._limits),
+            ("workspace", lambda x: self._workspace(x, state)),
         ):
             within = limited(out)
             excess = np.abs(within - out)
@@ -158,11 +180,7 @@ class SafetyNet:
                     f"{within[step, dim]:.4g}"
                 )
                 out = within
-        if not rules:
-            return LimitedChunk(chunk=chunk, rules=())
-        if self.config.mode == "refuse":
-            return LimitedChunk(chunk=None, rules=tuple(rules[:1]), reason=reason)
-        return LimitedChunk(chunk=out.astype(chunk.dtype), rules=tuple(rules), reason=reason)
+        return out, tuple(rules), reason
 
     def _jump(self, x: np.ndarray, last: np.ndarray | None, expected: np.ndarray | None) -> np.ndarray:
         """Shift the whole chunk, its end least, so that it continues the previous one."""

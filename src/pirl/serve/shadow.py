@@ -33,8 +33,9 @@ class Shadow:
     """Episodes they are from."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        arrays = {name: getattr(self, name).tolist() for name in ("error", "hold", "spread")}
+        """As JSON values; steps beyond the longest episode are null."""
+        named = {"error": self.error, "hold": self.hold, "spread": self.spread}
+        arrays = {name: np.where(np.isnan(x), np.array(None), x).tolist() for name, x in named.items()}
         return {"chunks": self.chunks, "episodes": self.episodes, **arrays}
 
 

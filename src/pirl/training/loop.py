@@ -16,6 +16,7 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict
 from pirl.data.assets import named_asset
 from pirl.parallel import distributed
+from pirl.parallel.failures import all_alive
 from pirl.parallel.sharding import make_mesh, sharded_shapes, state_shardings
 from pirl.planning.choices import with_choices
 from pirl.planning.plan import batch_shapes
@@ -55,16 +56,16 @@ def train(
     if eval_fn is None and config.eval_fn is not None:
         eval_fn = find_eval_fn(config.eval_fn)
     distributed.initialize()
-    mesh = make_mesh(config.mesh.size)
-    modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
-    init_key, train_key = jax.random.split(jax.random.key(config.seed))
-    agent = build_agent(config)
-    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
-    preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
-    chosen = with_choices(config)
-    agent, transform, mesh = build_agent(chosen), build_transform(config), make_mesh(chosen.mesh.size)
-    shapes = sharded_shapes(mesh, shapes)
-    with distributed.all_alive(), ExitStack() as parts:
+    with all_alive(), ExitStack() as parts:
+        mesh = make_mesh(config.mesh.size)
+        modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
+        init_key, train_key = jax.random.split(jax.random.key(config.seed))
+        agent = build_agent(config)
+        shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
+        preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
+        chosen = with_choices(config)
+        agent, transform, mesh = build_agent(chosen), build_transform(config), make_mesh(chosen.mesh.size)
+        shapes = sharded_shapes(mesh, shapes)
         parts.enter_context(jax.debug_nans(config.debug_nans))
         update = parts.enter_context(Step(agent, mesh, shapes))
         if dry_run:

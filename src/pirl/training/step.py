@@ -103,7 +103,8 @@ class Step:
         return time.perf_counter() - begin
 
     def _say(self, *seconds: float) -> None:
-        kept, self._compiled = getattr(jax.config, "jax_compilation_cache_dir", None), True
+        keeps = getattr(jax.config, "jax_enable_compilation_cache", True)
+        kept, self._compiled = getattr(jax.config, "jax_compilation_cache_dir", None) if keeps else None, True
         if jax.process_index() == 0:
             print(f"step compiled in {sum(seconds):.0f} s{f', kept in {kept}' if kept else ''}")
 
