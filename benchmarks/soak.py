@@ -1,14 +1,14 @@
-"""Training, evaluation, checkpoints and collection for hours: do memory, descriptors, threads, disk grow?
+"""Soak test: train, evaluate, save and collect for hours; measures the growth of memory, descriptors, threads and disk.
 
     python benchmarks/soak.py --hours 24 --out soak
     python benchmarks/soak.py --hours 0.1 --every 2      a try
 
 Records demonstrations on the tabletop, computes their statistics, and trains `acrlpd_tabletop_online` in one process
-until the time is over: it collects episodes into a replay buffer, evaluates and saves all the time. Then it asks the
-run to stop (SIGTERM; so do SIGTERM and Ctrl-C of this script). The same command again adds a piece: the run goes on.
-A line in OUT/samples.jsonl says every few seconds what the process holds. OUT/report.json, renewed with every line,
-covers all pieces: hours, steps, and how each quantity grows within pieces, after the warm-up of each (`WARM_UP` hours
-or half of it), in which caches and the replay buffer fill.
+until the time is over, collecting into a replay buffer, evaluating and saving all the time. Then it stops the run
+(SIGTERM), as SIGTERM and Ctrl-C of this script do. Repeating the command resumes the run for another piece.
+OUT/samples.jsonl gets a sample of the process's resources every few seconds. OUT/report.json, rewritten with every
+sample, covers all pieces: hours, steps, and the growth of each quantity within pieces after each piece's warm-up
+(`WARM_UP` hours or half of the piece), while caches and the replay buffer fill.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SETTINGS = (
     *("--evaluation.interval", "20", "--evaluation.episodes", "4", "--rollout.num-envs", "8"),
 )
 WARM_UP = 0.5
-"""Hours at the start of a piece that do not count, at most half of it."""
+"""Hours at the start of a piece that are ignored, at most half of it."""
 MIB = 2**20
 
 
@@ -78,7 +78,7 @@ def read(file: Path) -> list[dict[str, float]]:
 
 
 def write_report(out: Path, command: list[str], code: int | None) -> dict[str, object]:
-    """The figures of all pieces so far, and how the last one ended (None: it goes on)."""
+    """Write the results of all pieces so far, with the exit code of the last one (None: still running)."""
     figures = {"exit_code": code, **growth(read(out / "samples.jsonl"))}
     (out / "report.json").write_text(json.dumps({"command": command, **figures}, indent=2) + "\n")
     return figures
@@ -95,7 +95,7 @@ def horizon() -> int:
 
 
 def sample(pid: int, run: Path) -> dict[str, float]:
-    """What the training process, and its workers, hold now."""
+    """Resources held by the training process and its workers."""
     family = [pid, *children(pid)]
     steps = [int(child.name) for child in entries(run) if child.name.isdecimal()]
     files = [Path(folder) / name for folder, _, names in os.walk(run) for name in names]  # folders may go meanwhile
@@ -144,7 +144,7 @@ def size(path: Path) -> int:
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, object]:
-    """Hours and steps of all pieces; of each quantity its range, and its growth within pieces past their warm-up."""
+    """Hours and steps over all pieces, and each quantity's range and growth within pieces after their warm-up."""
     pieces = [[one for one in samples if one["piece"] == piece] for piece in sorted({one["piece"] for one in samples})]
     late = [kept for kept in map(past_warm_up, pieces) if len(kept) > 2]
     found: dict[str, object] = {
@@ -177,7 +177,7 @@ def span(piece: list[dict[str, float]], name: str) -> float:
 
 
 def slope(pieces: list[list[dict[str, float]]], over: str, name: str) -> float:
-    """Least squares: one slope for all pieces, a level of its own for each."""
+    """Least-squares slope shared by all pieces, with one intercept per piece."""
 
     def centred(name: str) -> np.ndarray:
         columns = [np.array([one[name] for one in piece]) for piece in pieces]

@@ -1,1 +1,1 @@
-"""Meshes, shardings and hosts."""
+"""Device meshes, shardings, and training with several processes."""

@@ -1,4 +1,4 @@
-"""Multi-process training: start-up, barriers, sharing a batch.
+"""Multi-process training: start-up, barriers, messages, each process's rows of a batch.
 
 A process takes its rank from the first of these:
 
@@ -6,10 +6,10 @@ A process takes its rank from the first of these:
 2. `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. On Kubernetes the
    manifest of an indexed job or JobSet sets the first two; `JOB_COMPLETION_INDEX` stands in for the third;
 3. SLURM's `srun`: `SLURM_JOB_ID`, `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID`;
-4. Open MPI's `mpirun`: `OMPI_COMM_WORLD_SIZE`, `OMPI_COMM_WORLD_RANK` and what else JAX reads there.
+4. Open MPI's `mpirun`: `OMPI_COMM_WORLD_SIZE`, `OMPI_COMM_WORLD_RANK` and the other variables that JAX reads there.
 
-Otherwise there is one process and nothing to do. One task per node drives all devices of the node; with several tasks
-per node each drives one (`JAX_LOCAL_DEVICE_IDS` says otherwise).
+Otherwise there is a single process and nothing to do. A single task per node drives all devices of the node; with
+several tasks per node each drives one (`JAX_LOCAL_DEVICE_IDS` overrides this).
 """
 
 import json
@@ -36,9 +36,9 @@ _barriers: Counter[str] = Counter()
 
 
 HEARTBEAT_SECONDS = 40
-"""JAX ends all processes when one is silent for this long."""
+"""JAX aborts all processes when one sends no heartbeat for this many seconds."""
 _ASK_SECONDS = 0.1
-"""Processes that wait for others look for news this often."""
+"""Polling interval in seconds of processes that wait for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ class Place:
     """Rank and number of processes; JAX asks the launcher for fields that are None."""
 
     launcher: str
-    """The launcher."""
+    """Name of the launcher."""
     coordinator: str | None = None
     """host:port of process 0."""
     num_processes: int
-    """How many there are."""
+    """Number of processes."""
     process_id: int
-    """Which one this is."""
+    """Rank of this process."""
     all_local_devices: bool = True
-    """Does it drive every device of its node, or one?"""
+    """Whether it drives every device of its node, or just one."""
 
 
 def find_place(
@@ -98,9 +98,9 @@ def initialize(
     *,
     timeout: int | float = 300,
 ) -> Place | None:
-    """Join the other processes; call it before anything else touches JAX. One process alone: nothing happens.
+    """Join the other processes; call it before anything else uses JAX. Does nothing for a single process.
 
-    Once is enough: a process that has joined stays where it is.
+    Idempotent: later calls do nothing.
     """
     place = find_place(os.environ, coordinator, num_processes, process_id)
     if place is None:
@@ -115,7 +115,7 @@ def initialize(
             coordinator_address=place.coordinator,
             num_processes=place.num_processes,
             process_id=place.process_id,
-            # Under a launcher JAX would give each process one device; an empty list lets it see all of them.
+            # Under a launcher JAX gives each process one device; an empty list makes all of them visible.
             local_device_ids=[] if place.all_local_devices and "JAX_LOCAL_DEVICE_IDS" not in os.environ else None,
             cluster_detection_method=None if place.coordinator is None else "deactivate",
             initialization_timeout=int(timeout),
@@ -147,7 +147,7 @@ def barrier(name: str, timeout: int | float = 600) -> None:
     """
     if jax.process_count() == 1:
         return
-    _barriers[name] += 1  # the runtime lets a key be used once
+    _barriers[name] += 1  # the runtime accepts each key only once
     try:
         ocp.multihost.get_barrier_sync_fn()(key=f"pirl.{name}.{_barriers[name]}", timeout_ms=int(timeout * 1000))
     except Exception as error:
@@ -159,10 +159,10 @@ def barrier(name: str, timeout: int | float = 600) -> None:
 
 
 class Meeting:
-    """One piece of work that all processes share: each can ask the others to stop, and says in the end what it did.
+    """Coordinates shared work: each process can ask all to stop, and at the end all exchange results.
 
-    The words are short JSON and go through the service that the processes found each other by, so a process can work
-    or wait as long as it needs. All processes must hold the same meetings in the same order.
+    Messages are short JSON through JAX's coordination service, without collectives, so a process can work or wait as
+    long as it needs. All processes must hold the same meetings in the same order.
     """
 
     _last: str | None = None
@@ -174,13 +174,13 @@ class Meeting:
         self._client = ocp.multihost.get_jax_distributed_client()
 
     def stop(self, asked: bool) -> bool:
-        """Whether any process was asked to stop; `asked` tells the others that this one was."""
+        """Whether any process was asked to stop; `asked`: whether this one was."""
         if asked:
             self._client.key_value_set(f"{self._place}stop/asked", "", allow_overwrite=True)
         return bool(self._client.key_value_dir_get(f"{self._place}stop"))
 
     def gather(self, word: Any, *, meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
-        """What each process says, in their order; waits until all have, and calls `meanwhile` now and then."""
+        """Exchange `word` with all processes; returns everyone's, by rank. Calls `meanwhile` while waiting."""
         said = f"{self._place}said"
         self._client.key_value_set(f"{said}/{jax.process_index():06}", json.dumps(word))
         while len(words := self._client.key_value_dir_get(said)) < jax.process_count():
@@ -193,7 +193,7 @@ class Meeting:
 
 
 def host_slice(batch: Any, mesh: Mesh) -> Any:
-    """The rows of this process out of a whole batch that every process can make: what `shard_batch` takes."""
+    """The rows of this process from a batch that every process holds whole: the input of `shard_batch`."""
 
     def rows(leaf: Any) -> Any:
         size = len(leaf)
@@ -209,7 +209,7 @@ def host_slice(batch: Any, mesh: Mesh) -> Any:
 
 
 def _complete(source: str, given: dict[str, Any], names: tuple[str, str, str]) -> Place:
-    """All three or an error: two out of three is a typo."""
+    """A Place from the three values; raises if any is missing or invalid."""
     missing = [name for name in names if given[name] is None]
     if missing:
         raise ConfigError(

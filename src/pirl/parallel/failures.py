@@ -1,8 +1,8 @@
-"""An error in one process ends all processes of a run, and each says why.
+"""An error in one process ends all processes of a run, each with a message that names the cause.
 
-The others may wait where no exception reaches them: in a collective, at a barrier, in a read. So each process listens
-in a thread, through the service that the processes found each other by. A process that fails announces its error and
-stays until the others have left; a process that hears of one leaves with its own error, or the listener ends it.
+The others may be blocked where no exception reaches them: in a collective, at a barrier, in a read. So each process
+listens in a thread, through JAX's coordination service. A failing process announces its error and stays until the
+others have left; a process that learns of a failure raises its own error, or its listener ends it.
 """
 
 import os
@@ -21,10 +21,10 @@ import orbax.checkpoint as ocp
 from pirl.errors import PirlError
 
 PATIENCE = 10.0
-"""Seconds a process has to end by itself once it has said that another one failed."""
+"""Seconds for a process to end by itself after reporting that another one failed."""
 _ASK_SECONDS = 0.5
 _LAST_SECONDS = 5.0
-"""Time for the others to print their error and exit."""
+"""Seconds for the others to print their error and exit."""
 _LOST = re.compile(r"gloo|nccl|heartbeat|coordination.?service|(reset|closed) by peer|socket closed", re.IGNORECASE)
 _HINT = "see its log, or the scheduler's; start all of them again with --resume auto: complete steps are untouched"
 _numbers = count()
@@ -40,9 +40,9 @@ class LostProcessError(DistributedError):
 
 @contextmanager
 def all_alive() -> Iterator[None]:
-    """End together: announce an error to the other processes, and name theirs where it is the cause of this one's.
+    """End all processes together: announce this process's error, or name another's if that is the cause.
 
-    All processes must enter in the same order.
+    All processes must enter these contexts in the same order.
     """
     if jax.process_count() == 1:
         yield
@@ -68,31 +68,31 @@ def all_alive() -> Iterator[None]:
 
 
 class Notices:
-    """What the processes of one run tell each other when they fail."""
+    """Failure messages between the processes of a run."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._place = client, f"pirl.failures/{next(_numbers)}/"
         self._left = threading.Event()
 
     def announce(self, what: str) -> None:
-        """Tell the others what happened to this process."""
+        """Announce this process's failure to the others."""
         self._set(f"failed/{jax.process_index():06}", f"process {jax.process_index()} {what}")
 
     def failure(self) -> str | None:
-        """What the first process that failed says; None while all are well."""
+        """The message of the failed process of lowest rank; None if none has failed."""
         with suppress(jax.errors.JaxRuntimeError):  # the service died with process 0
             told = self._client.key_value_dir_get(f"{self._place}failed")
             return min(told)[1] if told else None
         return None
 
     def leave(self) -> None:
-        """Tell the others that this process waits for nobody any more."""
+        """Announce that this process no longer waits for any other."""
         if not self._left.is_set():
             self._left.set()
             self._set(f"left/{jax.process_index():06}", "")
 
     def wait_for_others(self) -> None:
-        """Until all have left. Process 0 keeps the service, without which jax aborts the others: it exits last."""
+        """Wait until all have left. Process 0 exits last: it runs the service, without which JAX aborts the others."""
         end = time.monotonic() + 2 * PATIENCE
         with suppress(jax.errors.JaxRuntimeError):
             while len(self._client.key_value_dir_get(f"{self._place}left")) < jax.process_count():
@@ -103,7 +103,7 @@ class Notices:
             time.sleep(_LAST_SECONDS)
 
     def listen(self) -> None:
-        """Run in a thread: end this process if another one failed and this one stays where it is."""
+        """Thread body: end this process if another one failed and this one does not end by itself."""
         while not self._left.wait(_ASK_SECONDS):
             if (told := self.failure()) is None:
                 continue

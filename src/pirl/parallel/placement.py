@@ -1,9 +1,9 @@
-"""Sharding of activations on several devices: each device keeps its samples.
+"""Sharding of activations over several devices: each device keeps its samples.
 
-Weights may be split over the same devices as the batch (FSDP). Left to itself the compiler then often splits an
-activation by the weights it meets, and gathers the whole batch on every device to do so. `train` says where the batch
-lies (`batch_on`), and the models repeat it at the borders of their blocks (`by_sample`): what travels is then weights
-and gradients alone. Outside that context these are no-ops; the numbers are the same either way.
+With FSDP, weights are sharded over the same devices as the batch. By default the compiler then often shards activations
+like the weights, and gathers the whole batch on every device to do so. Training declares the batch's sharding
+(`batch_on`), and the models repeat it at block boundaries (`by_sample`), so that only weights and gradients are
+communicated. Outside that context these are no-ops; results are the same either way.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _batch: ContextVar[NamedSharding | None] = ContextVar("batch", default=None)
 
 @contextmanager
 def batch_on(sharding: NamedSharding) -> Iterator[None]:
-    """While a program is traced inside: batches are split along their first axis as `sharding` says."""
+    """While tracing inside this context, `by_sample` shards batches along their first axis by `sharding`."""
     token = _batch.set(sharding)
     try:
         yield
@@ -28,13 +28,13 @@ def batch_on(sharding: NamedSharding) -> Iterator[None]:
 
 
 def everywhere(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """The same array, whole on every device: for weights that a loop reads in every turn, gathered before it."""
+    """The array replicated on every device: for weights that a loop reads in every iteration, gathered before it."""
     sharding = _batch.get()
     return x if sharding is None else jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def by_sample(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
-    """The same array, with every device keeping its samples; as it is where the devices cannot share them evenly."""
+    """The array sharded by sample; unchanged if the samples do not divide evenly among the devices."""
     sharding = _batch.get()
     if sharding is None or len(x) % sharding.mesh.size:
         return x

@@ -1,7 +1,7 @@
 """The device mesh, OpenPI's FSDP rule for parameters, and a check that it took effect.
 
-The rule goes by shape and type alone and is applied to the whole train state, so a parameter's moments, average and
-target lie exactly where the parameter does; small arrays, the critic's among them, are on every device.
+The rule depends only on shape and dtype and is applied to the whole train state, so a parameter's moments, EMA and
+target have the parameter's sharding; small arrays, such as the critic's, are replicated.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ MIN_SHARDED_BYTES = 4 * 2**20
 def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """All devices of all processes (or the given ones) as (devices / fsdp, fsdp).
 
-    The fsdp axis is the inner one: devices that share weights are neighbours, on one node where fsdp fits it.
+    The fsdp axis is the inner one: devices that share weights are neighbours, within a node if fsdp permits.
     """
     devices = jax.devices() if devices is None else devices
     if fsdp < 1 or len(devices) % fsdp:
@@ -52,7 +52,7 @@ def fsdp_spec(shape: Sequence[int], dtype: DTypeLike, fsdp: int) -> PartitionSpe
 
 
 def shards(shape: Sequence[int], dtype: DTypeLike, fsdp: int) -> bool:
-    """Whether a large matrix is shared among `fsdp` devices; small arrays and vectors never need to be."""
+    """Whether an array is sharded over `fsdp` devices, or too small to need it."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return fsdp == 1 or len(shape) < 2 or nbytes < MIN_SHARDED_BYTES or any(fsdp_spec(shape, dtype, fsdp))
 
@@ -64,7 +64,7 @@ def state_shardings(mesh: Mesh, shapes: Any) -> Any:
 
 
 def sharded_shapes(mesh: Mesh, shapes: Any) -> Any:
-    """The same tree as ShapeDtypeStructs that know where they belong: what restoring and initialising go by."""
+    """The tree as ShapeDtypeStructs with shardings, for restoring and initialising."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -73,33 +73,33 @@ def sharded_shapes(mesh: Mesh, shapes: Any) -> Any:
 
 
 def data_sharding(mesh: Mesh) -> NamedSharding:
-    """A batch, split over all devices along its first axis."""
+    """The sharding of a batch: split over all devices along its first axis."""
     return NamedSharding(mesh, PartitionSpec((DATA_AXIS, FSDP_AXIS)))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device: keys, steps, metrics."""
+    """The replicated sharding, for keys, steps and metrics."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """A batch in host memory onto the devices. With several processes each passes its own rows (`host_slice`)."""
+    """Move a batch from host memory to the devices. With several processes each passes its own rows (`host_slice`)."""
     sharding = data_sharding(mesh)
     return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, np.asarray(rows)), batch)
 
 
 def on_this_host(tree: Any) -> Any:
-    """The same arrays whole on the devices of this process, each as it is split there: what it computes with alone.
+    """The arrays on this process's devices alone, for computing without the other processes.
 
-    Nothing is copied where the devices of every process hold all of an array; what is split over more of them is
-    gathered first, which all processes must do together. With one process it is the tree itself.
+    Arrays that every process's devices hold completely are not copied. Arrays sharded across processes are gathered
+    first, which all processes must do together. With a single process, the tree itself.
     """
     if jax.process_count() == 1:
         return tree
     arrays: list[jax.Array] = jax.tree.leaves(tree)
     apart = list({id(array): array for array in arrays if _is_apart(array)}.values())  # a state has frozen ones twice
     shardings = state_shardings(make_mesh(jax.local_device_count()), apart)
-    # In one program: processes could begin several in another order, and exchange the wrong arrays.
+    # One program for all: with several, processes could run them in different orders and exchange the wrong arrays.
     gathered = _gather_to(tuple(shardings))(apart) if apart else []
     whole = {id(array): found for array, found in zip(apart, gathered, strict=True)}
     return jax.tree.unflatten(jax.tree.structure(tree), [_local(whole.get(id(array), array)) for array in arrays])
@@ -111,20 +111,20 @@ def _gather_to(shardings: tuple[NamedSharding, ...]) -> Any:
 
 
 def _is_apart(array: Any) -> bool:
-    """Whether an array is split over more devices than those of this process."""
+    """Whether an array is sharded across processes."""
     mesh = array.sharding.mesh
     return any(array.sharding.spec) and mesh.local_mesh.shape[FSDP_AXIS] < mesh.shape[FSDP_AXIS]
 
 
 def _local(array: Any) -> jax.Array:
-    """The shards of this process as an array."""
+    """The shards of this process as one array."""
     sharding = NamedSharding(array.sharding.mesh.local_mesh, array.sharding.spec)
     parts = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def check_batch(batch_size: int, mesh: Mesh) -> None:
-    """Refuse a batch that the devices cannot share evenly."""
+    """Raise if a batch does not divide evenly among the devices."""
     devices = mesh.size
     if batch_size < 1 or batch_size % devices:
         below, above = batch_size // devices * devices, (batch_size // devices + 1) * devices
@@ -137,27 +137,27 @@ def check_batch(batch_size: int, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingReport:
-    """How a tree lies on the devices of a mesh."""
+    """Placement of a tree on the devices of a mesh."""
 
     total_bytes: int
-    """Size of the tree, each array counted once."""
+    """Size of the tree, replicas counted once."""
     device_bytes: dict[int, int]
-    """Device id -> bytes it holds, for the devices of this process."""
+    """Device id -> bytes, for the devices of this process."""
     sharded: int
-    """Arrays of which a device holds a part."""
+    """Number of sharded arrays."""
     replicated: int
-    """Arrays of which every device holds all."""
+    """Number of replicated arrays."""
     replicated_large: tuple[str, ...]
     """Replicated arrays of 4 MiB or more, by path, largest first."""
 
     @property
     def largest_share(self) -> float:
-        """Part of the tree that the fullest device holds: near 1 / fsdp if sharding works."""
+        """Share of the tree on the fullest device: about 1 / fsdp if sharding works."""
         return max(self.device_bytes.values()) / max(self.total_bytes, 1)
 
 
 def validate_fsdp_sharding(state: Any, mesh: Mesh) -> ShardingReport:
-    """Measure where a state really lies; refuse large matrices that every device holds whole though fsdp is on.
+    """Measure a state's actual placement; raise if large matrices are replicated although fsdp is above 1.
 
     Takes arrays, or ShapeDtypeStructs with shardings (a plan, before anything is allocated).
     """
@@ -197,7 +197,7 @@ def validate_fsdp_sharding(state: Any, mesh: Mesh) -> ShardingReport:
 
 
 def _bytes_by_device(leaf: Any, itemsize: int, devices: dict[int, int]) -> dict[int, int]:
-    """What each device holds of a leaf: as counted for an array, as planned for a shape."""
+    """Bytes of a leaf per device: actual for an array, planned for a ShapeDtypeStruct."""
     if isinstance(leaf, jax.Array):
         held = {shard.device.id: shard.data.nbytes for shard in leaf.addressable_shards}
     else:

@@ -1,8 +1,8 @@
-"""Several hosts collect together: each acts in its share of the episodes, then every one has them all.
+"""Several hosts collect together: each runs a share of the episodes, then all have all of them.
 
-An episode depends on its context, its number and the policy alone, so who runs it changes nothing. Finished episodes
-travel as files through the run's folder, which all hosts see anyway: they are too large for the devices beside a
-training state. Processes stop together, whatever the reason.
+An episode depends only on its context, its number and the policy, so it does not matter which host runs it. Finished
+episodes are exchanged as files in the run's folder, which all hosts share: next to a training state they are too large
+for device memory. Processes stop together, for any reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +25,15 @@ from pirl.rollout.pool import EnvPool
 
 
 def my_share(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs of this process; neighbours, such as the rollouts of a group, go to different ones."""
+    """The jobs of this process, dealt round-robin, so that a group's rollouts are spread over processes."""
     return list(jobs[jax.process_index() :: jax.process_count()])
 
 
 def weights_to_act(state: Any) -> Any:
-    """The weights on the devices of this process, without what acting never reads. With one process, the state."""
+    """The acting weights on this process's devices, without optimizer and targets. With one process, the state."""
     if jax.process_count() == 1:
         return state
-    barrier("weights")  # a first collective waits for other processes only briefly
+    barrier("weights")  # the first collective has a short timeout
     return on_this_host(replace(state, opt={}, target={}) if isinstance(state, TrainState) else state)
 
 
@@ -47,9 +47,9 @@ def collect_together(
     stats: CollectStats,
     **settings: Any,
 ) -> Iterator[Rollout]:
-    """`collect`, with each process in its share: all yield every episode, and `stats` knows all that are lost.
+    """`collect` split over processes: each runs its share, and all yield every episode; `stats` has all lost ones.
 
-    What ends one share early ends all: the episodes that are finished are yielded before the error.
+    An error or stop in one process ends all; finished episodes are yielded before the error.
     """
     if jax.process_count() == 1:
         yield from collect(pool, policy, jobs, stop=stop, stats=stats, **settings)
@@ -89,7 +89,7 @@ def collect_together(
 
 
 def _read(folder: Path, names: Sequence[str], process: int) -> Iterator[Rollout]:
-    """The episodes of another process."""
+    """Read another process's episodes."""
     try:
         yield from load_rollouts(folder, names)
     except CheckpointError as error:
@@ -100,7 +100,7 @@ def _read(folder: Path, names: Sequence[str], process: int) -> Iterator[Rollout]
 
 
 _STOP, _ENV, _OTHER = range(3)
-"""Why a process stopped collecting, the worst last."""
+"""Reasons why a process stopped collecting, in ascending severity."""
 
 
 def _in_words(failure: Exception | None) -> tuple[int, str, str] | None:
@@ -111,7 +111,7 @@ def _in_words(failure: Exception | None) -> tuple[int, str, str] | None:
 
 
 def _end_together(own: Exception | None, failures: Sequence[Sequence[Any] | None]) -> None:
-    """Raise the worst of the failures on every process, so that all of them go the same way."""
+    """Raise the most severe failure on every process, so that all take the same path."""
     told = [(process, *failure) for process, failure in enumerate(failures) if failure is not None]
     if not told:
         return
