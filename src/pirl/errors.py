@@ -17,7 +17,7 @@ class PirlError(Exception):
 
 
 class ConfigError(PirlError):
-    """A configuration value, preset or recipe that cannot be used."""
+    """An invalid configuration value, preset or recipe."""
 
 
 class CheckpointError(PirlError):
@@ -37,7 +37,7 @@ class WireError(PirlError):
 
 
 class MissingExtraError(PirlError):
-    """An optional dependency that is needed now."""
+    """An optional dependency that is needed but not installed."""
 
     def __init__(self, package: str, extra: str, why: str) -> None:
         super().__init__(
@@ -47,11 +47,11 @@ class MissingExtraError(PirlError):
 
 
 class PirlWarning(UserWarning):
-    """Something that works but is probably not what was meant."""
+    """Something that works but is probably unintended."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, kind: str) -> ConfigError:
-    """The error for an unknown name, with the nearest known ones offered."""
+    """The error for an unknown name; suggests the nearest known ones."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     listed = ", ".join(near or known)
@@ -59,7 +59,7 @@ def did_you_mean(name: str, known: Iterable[str], *, kind: str) -> ConfigError:
 
 
 def numbered(problems: Sequence[tuple[str, str]]) -> str:
-    """Problems with their hints, one after the other."""
+    """A numbered list of (problem, hint) pairs."""
     return "\n".join(
         f"{number}. {message}" + (f"\n   hint: {hint}" if hint else "")
         for number, (message, hint) in enumerate(problems, 1)

@@ -33,7 +33,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a folder, on disk: nothing of it is lost in a power cut."""
+    """fsync a file or a folder's entries, so that a power cut does not lose them."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -62,13 +62,13 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Every array of an `.npz`; nothing is unpickled. Damage is an OSError or a ValueError."""
+    """Every array of an `.npz`, without unpickling. Raises OSError or ValueError for a damaged file."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError):
         raise
-    except Exception as error:  # a damaged zip asks for compression methods, passwords or memory there are not
+    except Exception as error:  # a damaged zip may ask for unknown compression, a password or too much memory
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

@@ -32,7 +32,7 @@ INTENDED = "intended"
 INTENDED_STEP = "intended_step"
 POLICY = "policy"
 NOTE = "note"
-# Recordings at the server: whether the row has an observation of its own, or repeats that of the request before it.
+# Recordings at the server: whether the row has its own observation or repeats the previous request's.
 OBSERVED = "observed"
 
 # OpenPI's checkpoint layout: <step>/{params,train_state,assets/<asset_id>/norm_stats.json}.
@@ -45,5 +45,5 @@ HANDOVER_FILE = "openpi_config.py"
 SAFETENSORS_FILE = "model.safetensors"
 CHECKSUMS_FILE = "checksums.sha256"
 
-# A collected episode beside a checkpoint: its number, a hash of its content. Also what a killed process leaves of one.
+# A collected episode beside a checkpoint: its number, a hash of its content. Also matches a killed process's leftovers.
 EPISODE_FILE = re.compile(r"\d{8,}-[0-9a-f]{16}\.npz|\.\d{8,}-[0-9a-f]{16}\.npz\.[0-9a-f]+\.tmp(\.npz)?")

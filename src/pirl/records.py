@@ -152,7 +152,7 @@ class ChunkBatch(TypedDict, total=False):
     episode: Int[Array, "B"]
     """An identifier of the episode, a function of its actions alone."""
     task: Int[Array, "B"]
-    """An identifier of the instruction within the dataset. For algorithms that judge each task by itself."""
+    """An identifier of the instruction within the dataset. For algorithms that treat each task separately."""
     task_steps: Int[Array, "B"]
     """Steps of the longest episode with that instruction."""
     suffixed_prompts: Prompts
@@ -163,7 +163,7 @@ class Spec(NamedTuple):
     """One array of a batch."""
 
     shape: tuple[int, ...]
-    """Its shape, samples in front."""
+    """Its shape; the batch axis comes first."""
     dtype: str
     """NumPy's name for its type."""
 
@@ -174,7 +174,7 @@ BatchSpec = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The sizes that the shapes of every batch follow from."""
+    """The sizes that determine every batch's shapes."""
 
     batch: int
     """Samples."""
@@ -189,7 +189,7 @@ class BatchSizes:
     cameras: tuple[str, ...] = ()
     """Camera slots."""
     image_size: int = 224
-    """Side of a picture, letterbox included."""
+    """Side of an image, letterbox included."""
     token_len: int = 0
     """Prompt tokens; 0 without a prompt."""
 
@@ -264,5 +264,5 @@ class Rollout:
     frame_steps: Int[Array, "n"]
     """Steps with images: all of them, or those in `starts`."""
     notes: Mapping[str, Array] = field(default_factory=dict)
-    """What an exploring policy noted per plan, in the order of `starts`. There is one extra entry for the last
-    observation of a truncated episode, if the policy values it."""
+    """An exploring policy's notes, one entry per plan in the order of `starts`. If the policy values the last
+    observation of a truncated episode, there is one extra entry for it."""
