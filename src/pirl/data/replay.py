@@ -1,8 +1,8 @@
 """A replay buffer: the newest episodes of a run, bounded in number and in bytes, saved with the checkpoint.
 
-Episodes are stored one file each, named after their number and a hash of their content, so saving writes only what is
-new, restoring can tell a damaged file, and two histories of one run (resumed from an older checkpoint) never collide.
-What a checkpoint has to remember is the small dictionary `save` returns.
+Each episode is one file, named by its number and a hash of its content: saving writes only new episodes, restoring
+detects damaged files, and two histories of one run (resumed from an older checkpoint) never collide. A checkpoint
+stores only the small dictionary that `save` returns.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from pirl.records import Array, Episode, EpisodeSource
 
 
 class MemorySource(EpisodeSource):
-    """Episodes with their pictures, held in memory. They never change."""
+    """Episodes and their images in memory. Immutable."""
 
     def __init__(self, *, cameras: tuple[str, ...], items: Sequence[tuple[Episode, Frames]]) -> None:
-        """`items` are the episodes, oldest first; each has pictures of every camera."""
+        """`items` are the episodes, oldest first; each has images of every camera."""
         self._cameras, self.items = cameras, items
 
     @property
@@ -58,7 +58,7 @@ class MemorySource(EpisodeSource):
 @dataclass(frozen=True)
 class _Stored:
     number: int
-    """Counts the episodes ever appended; the file's name."""
+    """Sequence number of the episode among all ever appended; part of the file name."""
     episode: Episode
     frames: Frames
     size: int
@@ -66,10 +66,10 @@ class _Stored:
 
 
 class ReplayBuffer(EpisodeSource):
-    """A ring of episodes; the oldest leave first.
+    """A FIFO ring of episodes.
 
-    Only whole episodes enter, so no chunk can straddle the write position. Appending and reading may happen on
-    different threads: readers work on a `snapshot`, which later appends and evictions leave alone.
+    Holds whole episodes only, so no chunk can straddle the write position. Different threads may append and read:
+    readers use a `snapshot`, which later appends and evictions do not change.
     """
 
     def __init__(self, *, cameras: tuple[str, ...], max_episodes: int, max_bytes: int) -> None:
@@ -84,7 +84,7 @@ class ReplayBuffer(EpisodeSource):
         self._ring: deque[_Stored] = deque()
         self._appended = 0
         self._bytes = 0
-        self._files: dict[int, str] = {}  # names of the episodes that have been hashed
+        self._files: dict[int, str] = {}  # file names by number, of episodes that have been hashed
         self._contents = MemorySource(cameras=cameras, items=())
         self._lock = threading.Lock()
 
@@ -95,12 +95,12 @@ class ReplayBuffer(EpisodeSource):
 
     @property
     def appended(self) -> int:
-        """How many episodes were ever appended."""
+        """Number of episodes ever appended."""
         return self._appended
 
     @property
     def nbytes(self) -> int:
-        """Bytes the episodes take now."""
+        """Current size in bytes."""
         return self._bytes
 
     @property
@@ -112,7 +112,7 @@ class ReplayBuffer(EpisodeSource):
         return len(self._ring)
 
     def episode(self, index: int) -> Episode:
-        """Low-dimensional data of one episode, the oldest being number 0."""
+        """Low-dimensional data of one episode; 0 is the oldest."""
         return self._contents.episode(index)
 
     def frames(self, index: int) -> Frames:
@@ -120,11 +120,11 @@ class ReplayBuffer(EpisodeSource):
         return self._contents.frames(index)
 
     def snapshot(self) -> MemorySource:
-        """The contents at this moment: the same object as long as they are the same."""
+        """The current contents; the same object until they change."""
         return self._contents
 
     def append(self, episode: Episode, frames: Frames) -> None:
-        """Add an episode; the oldest are forgotten until it fits. The arrays are kept, not copied."""
+        """Add an episode, evicting the oldest until it fits. Keeps the arrays without copying them."""
         _check_frames(episode, frames, self.cameras)
         size = sum(array.nbytes for array in _columns(episode, frames).values())
         if size > self.max_bytes:
@@ -143,9 +143,9 @@ class ReplayBuffer(EpisodeSource):
             self._publish()
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Write the episodes that are not there yet; returns what `restore` needs (plain JSON).
+        """Write the episodes that have no file yet; returns the state for `restore` (plain JSON).
 
-        Files of forgotten episodes stay, because an older checkpoint may still name them: see `prune`.
+        Keeps files of evicted episodes, because older checkpoints may reference them; see `prune`.
         """
         directory.mkdir(parents=True, exist_ok=True)
         with self._lock:
@@ -159,7 +159,7 @@ class ReplayBuffer(EpisodeSource):
         return {"appended": appended, "episodes": [self._files[stored.number] for stored in ring]}
 
     def restore(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Replace the contents by what `save` wrote; refuses missing or damaged files."""
+        """Replace the contents with those `save` wrote; raises for missing or damaged files."""
         ring: deque[_Stored] = deque()
         for name in state["episodes"]:
             episode, frames = _read(directory / name, self.cameras)
@@ -183,7 +183,7 @@ class ReplayBuffer(EpisodeSource):
 
 
 def prune(directory: Path, keep: Iterable[Mapping[str, Any]]) -> list[Path]:
-    """Delete the episode files which none of these saved states names, and those of killed processes; returns which."""
+    """Delete episode files that no state in `keep` references, and leftovers of killed processes; returns them."""
     named = {name for state in keep for name in state["episodes"]}
     episodes = [path for path in sorted(directory.glob("*")) if EPISODE_FILE.fullmatch(path.name)]
     unused = [path for path in episodes if path.name not in named]
@@ -193,7 +193,7 @@ def prune(directory: Path, keep: Iterable[Mapping[str, Any]]) -> list[Path]:
 
 
 class ReplayStream:
-    """Draws from a replay buffer as it is when asked; the table is rebuilt only after it changed."""
+    """The replay buffer's current contents as a `Resident`, rebuilt only after they changed."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class ReplayStream:
         self._built: tuple[MemorySource | None, Resident | None] = (None, None)
 
     def resident(self, step: int) -> Resident | None:
-        """What batch `step` is drawn from; None while the buffer is empty."""
+        """The episodes to draw batch `step` from; None while the buffer is empty."""
         contents = self.replay.snapshot()
         if contents is not self._built[0]:
             self._built = (contents, self._build(contents))
@@ -224,7 +224,7 @@ class ReplayStream:
 
 
 def _columns(episode: Episode, frames: Frames) -> dict[str, Array]:
-    """An episode and its pictures as arrays, ready for a file."""
+    """An episode and its images as named arrays, as stored in a file."""
     outcome = -1 if episode.success is None else int(episode.success)
     columns = {
         "task": np.array(episode.task),
@@ -249,7 +249,7 @@ def _digest(episode: Episode, frames: Frames) -> str:
 
 
 def _read(path: Path, cameras: tuple[str, ...]) -> tuple[Episode, Frames]:
-    """Read one file and check it against the hash in its name."""
+    """Read one episode file and verify the hash in its name."""
     try:
         arrays = read_arrays(path)
         frames = {camera: arrays[f"frames.{camera}"] for camera in cameras}
