@@ -1,4 +1,4 @@
-"""The tasks of a dataset by number, for algorithms that judge each task by itself."""
+"""The tasks of a dataset by number, for algorithms that treat each task separately."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from pirl.records import Array, EpisodeSource
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """Numbers of instructions, the same on every host and in every run on the same data."""
+    """Numbers of instructions, deterministic for a dataset on every host and in every run."""
 
     numbers: Mapping[str, int]
-    """By instruction."""
+    """Task number by instruction."""
     longest: Int[Array, "T"]
-    """Steps of each task's longest episode; behind them those of the longest of all, for tasks that are not here."""
+    """Steps of each task's longest episode; the last entry, the maximum over all tasks, is for unknown tasks."""
 
     @classmethod
     def of(cls, source: EpisodeSource | None) -> "Tasks":
-        """Those of all episodes of a source."""
+        """The tasks of all episodes of a source."""
         longest: dict[str, int] = {}
         for index, length in enumerate(() if source is None else source.lengths.tolist()):
             assert source is not None
@@ -32,6 +32,6 @@ class Tasks:
         return cls(numbers=numbers, longest=np.array([*steps, max(steps, default=1)], np.int32))
 
     def columns(self, tasks: Sequence[str]) -> dict[str, Int[Array, "B"]]:
-        """What a batch says of its rows' tasks; those that only a replay buffer has count as one."""
+        """The batch columns `task` and `task_steps`; all tasks that only the replay buffer has share one number."""
         number = np.array([self.numbers.get(task, len(self.numbers)) for task in tasks], np.int32)
         return {"task": number, "task_steps": self.longest[number]}

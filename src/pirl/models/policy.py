@@ -29,7 +29,7 @@ class FlowPolicy(Protocol):
         """Fresh parameters."""
 
     def prepare(self, observation: Observation, key: Array | None = None) -> Observation:
-        """Preprocess images for `encode`, augmented if a key is given. `encode` does it itself for raw images."""
+        """Preprocess images for `encode`, augmented if a key is given. `encode` itself prepares raw images."""
 
     def encode(self, params: Params, observation: Observation) -> Any:
         """The pytree that `velocity` takes as its context."""
