@@ -1,4 +1,4 @@
-"""What a checkpoint contains, from metadata alone; reads no array."""
+"""Describes a checkpoint from metadata, without reading arrays."""
 
 import io
 import math
@@ -44,7 +44,7 @@ class StoredLeaf:
     shape: tuple[int, ...]
     """Its shape."""
     dtype: str
-    """Its type as stored."""
+    """Its stored dtype."""
 
     @property
     def parameters(self) -> int:
@@ -62,7 +62,7 @@ class Component:
     """A part of the model."""
 
     name: str
-    """SigLIP, embedder, Gemma VLM, Gemma expert, heads, LoRA; `other` and `unused` where there are such."""
+    """SigLIP, embedder, Gemma VLM, Gemma expert, heads, LoRA, other or unused."""
     leaves: int
     """Number of arrays."""
     parameters: int
@@ -70,39 +70,39 @@ class Component:
     bytes: int
     """Size in memory."""
     dtypes: tuple[str, ...]
-    """Types as stored."""
+    """Stored dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     path: Path
-    """The folder or file described: of several steps, the latest."""
+    """The described folder or file; for a folder of steps, the latest."""
     kind: str
     """"openpi", "pytorch" or "npz"."""
     model: str
-    """π₀, π₀.₅ or PaliGemma, recognised by parameter names."""
+    """π₀, π₀.₅ or PaliGemma, inferred from parameter names."""
     step: int | None
-    """Training step, where the folder is named after one."""
+    """Training step, if the folder is named after one."""
     steps: tuple[int, ...]
-    """All steps beside it."""
+    """All steps in the same run."""
     leaves: Mapping[str, StoredLeaf]
     """Name -> stored array."""
     components: tuple[Component, ...]
-    """The same, by part of the model."""
+    """Totals by part of the model."""
     disk_bytes: int
     """Size of the weights on disk."""
     norm_stats: Mapping[str, Mapping[str, int]]
     """Asset id -> key -> dimension."""
     train_state: tuple[str, ...]
-    """What is stored for resuming; empty where the checkpoint is for inference only."""
+    """Parts of the stored training state; empty if the checkpoint is for inference only."""
     ema: bool | None
-    """Are the weights a moving average (the raw ones are then in the train state)? None where it is not recorded."""
+    """Whether the weights are a moving average (the raw ones are then in the train state). None: not recorded."""
     written_by: str
-    """The program, as far as the files tell."""
+    """The program that wrote it, if recorded."""
     written_at: datetime | None
-    """When, in UTC."""
+    """Time of writing, in UTC, if recorded."""
 
     @property
     def parameters(self) -> int:
@@ -111,12 +111,12 @@ class Description:
 
     @property
     def bytes(self) -> int:
-        """Size in memory, in the stored types."""
+        """Size in memory with the stored dtypes."""
         return sum(component.bytes for component in self.components)
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """What lies at a local path, in any of the formats weights are loaded from."""
+    """Describe the checkpoint at a local path, in any format that `weights` can load."""
     path = Path(path).expanduser()
     kind = kind_of(path)
     folder, written_by, written_at, ema = path, "unknown", None, None
@@ -219,7 +219,7 @@ def _safetensors_leaves(file: Path) -> tuple[dict[str, StoredLeaf], dict[str, st
 
 
 def _train_state(folder: Path) -> tuple[tuple[str, ...], bool | None]:
-    """What can be resumed, and whether the raw weights lie there because the checkpoint's own are an average."""
+    """(parts of the training state, whether it holds raw weights, because `params` is a moving average)."""
     if not (folder / "_METADATA").is_file():
         return (), None
     check_files(folder)

@@ -1,4 +1,4 @@
-"""What pirl writes, by name. pirl deletes nothing else: unknown files are listed in an error and stay."""
+"""The names of files pirl writes. It deletes nothing else: unknown files raise an error that lists them."""
 
 import json
 import re
@@ -25,11 +25,11 @@ _IN_RUN = re.compile(
     rf"({_RUN})(\.partial)?|\.({_RUN})\.[0-9a-f]+(\.partial|\.tmp(\.\w+)?)?|(success|failure)-\d+\.mp4|\.(\d+(\.{TRAIN_STATE_ITEM})?|{_RUN})\.deleted"
     r"|\d+\.orbax-checkpoint-tmp.*|\d+\.diverged-\d+"
 )
-"""What a run's folder holds beside its steps, with what a process that was killed leaves there."""
+"""Names in a run's folder besides its steps, including leftovers of killed processes."""
 
 
 def foreign_in_run(directory: Path) -> list[str]:
-    """What lies in a run's folder and is not of a run."""
+    """Entries of a run's folder that pirl did not write."""
     found = []
     for child in sorted(directory.iterdir()) if directory.is_dir() else []:
         if child.name.isdecimal() and child.is_dir():
@@ -40,12 +40,12 @@ def foreign_in_run(directory: Path) -> list[str]:
 
 
 def foreign_in_step(folder: Path) -> list[str]:
-    """What lies in a step's folder and is not of a checkpoint."""
+    """Entries of a step's folder that pirl did not write."""
     return sorted(child.name for child in folder.iterdir() if child.name not in STEP_NAMES)
 
 
 def check_only_ours(directory: Path, foreign: Iterable[str], *, doing: str = "deleted") -> None:
-    """Refuse to remove a folder that holds anything else."""
+    """Raise if there are foreign entries: the folder must not be removed."""
     if names := list(foreign):
         raise CheckpointError(
             f"{directory} holds what pirl did not write and is not {doing}:\n{listing(names)}",
@@ -54,14 +54,14 @@ def check_only_ours(directory: Path, foreign: Iterable[str], *, doing: str = "de
 
 
 def is_export(folder: Path) -> bool:
-    """Did `pirl export` write this folder, and nobody add to it?"""
+    """Whether `pirl export` wrote this folder and nothing was added to it."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return {child.name for child in folder.iterdir()} <= EXPORT_NAMES and _writer(folder).startswith("pirl ")
 
 
 def is_unfinished_export(folder: Path) -> bool:
-    """Can this be what an interrupted export or replacement left behind?"""
+    """Whether this can be the leftover of an interrupted export or replacement."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {child.name.split(".orbax-checkpoint-tmp")[0] for child in folder.iterdir()}
@@ -69,7 +69,7 @@ def is_unfinished_export(folder: Path) -> bool:
 
 
 def _writer(folder: Path) -> str:
-    """Who wrote an export, as its own files say."""
+    """The program that wrote an export, from its metadata; empty if unknown."""
     try:
         if (file := folder / SAFETENSORS_FILE).is_file():
             with file.open("rb") as opened:

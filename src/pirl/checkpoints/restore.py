@@ -1,4 +1,4 @@
-"""A tree of arrays from disk into the structure, types and shardings of a reference."""
+"""Restores a tree of arrays into the structure, dtypes and shardings of a reference."""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from pirl.errors import CheckpointError, listing
 
 
 def restore_tree(folder: Path, reference: Any) -> Any:
-    """What is stored in an Orbax item, leaf by leaf into the reference (any pytree of ShapeDtypeStructs).
+    """Restore an Orbax item leaf by leaf into the reference (any pytree of ShapeDtypeStructs).
 
-    Leaves are found by name, so named tuples, lists and empty nodes need no counterpart on disk. Every name, shape and
-    type must agree: this is for going on exactly, not for fitting one model's weights to another.
+    Leaves are matched by name, so named tuples, lists and empty nodes need no counterpart on disk. Every name, shape
+    and dtype must match: this is for exact resuming, not for fitting one model's weights to another.
     """
     likes, structure = _named(reference)
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + math.ceil(2 * _largest(likes) / 1e9))
@@ -40,7 +40,7 @@ def restore_tree(folder: Path, reference: Any) -> Any:
 
 
 def check_tree(folder: Path, reference: Any) -> None:
-    """Refuse an Orbax item whose names, shapes or types are not the reference's; reads its metadata alone."""
+    """Raise if an Orbax item's names, shapes or dtypes differ from the reference's; reads only its metadata."""
     likes, _ = _named(reference)
     handler = ocp.PyTreeCheckpointHandler()
     try:
@@ -54,7 +54,7 @@ def check_tree(folder: Path, reference: Any) -> None:
 
 
 def check_types(stored: Mapping[str, Any], likes: Mapping[str, Any], source: Path) -> None:
-    """Refuse leaves that are stored in another type than the reference has; path -> leaf for both."""
+    """Raise if stored dtypes differ from the reference's. Both arguments map path to leaf."""
     retyped = [
         f"{name}: found {np.dtype(leaf.dtype).name}, expected {np.dtype(likes[name].dtype).name}"
         for name, leaf in stored.items()
@@ -77,7 +77,7 @@ def _shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _named(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Path -> leaf, in order, and the structure."""
+    """(path -> leaf in tree order, tree structure)."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return {_name(path): leaf for path, leaf in leaves}, structure
 
