@@ -1,7 +1,7 @@
 """OGBench's oracles as experts: demonstrations of cube tasks, and play (random goals, one after the other) of any.
 
-OGBench's wheel has the oracles, but neither its datasets nor the script that recorded them. What is recorded here is
-made the same way, yet results on it do not compare with those on the official datasets.
+OGBench's wheel has the oracles, but neither its datasets nor the script that recorded them. Data recorded here is made
+the same way, but results on it are not comparable to those on the official datasets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,26 +20,26 @@ from pirl.errors import ConfigError, EnvError
 from pirl.records import Array, Context, Rollout
 
 _PLAY_STEPS = 1000
-"""Steps of an episode of play; OGBench's datasets have as many."""
+"""Steps per episode of play, as in OGBench's datasets."""
 _STACKING = {
     "cube-double": (0.0, 0.25),
     "cube-triple": (0.05, 0.35),
     "cube-quadruple": (0.1, 0.5),
     "cube-octuple": (0.0, 0.35),
 }
-"""Between what an episode of play draws its probability of putting a cube on another; 0.5 elsewhere."""
+"""Range from which an episode of play draws its probability of stacking cubes; 0.5 for other worlds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OGBenchDials:
-    """How the oracles act."""
+    """Behaviour of the oracles."""
 
     oracle: Literal["markov", "plan"] = "markov"
-    """`markov` decides by the present state and corrects itself; `plan` follows a smooth way fixed beforehand."""
+    """`markov`: closed loop on the current state, corrects itself. `plan`: follows a smooth path fixed beforehand."""
     plan_noise: float = 0.0
-    """Of `plan`: noise of the way, correlated in time; OGBench's play has 0.1."""
+    """Temporally correlated noise of the path (`plan`); OGBench's play has 0.1."""
     action_noise: float = 0.0
-    """Standard deviation added to each move; three times as much in yaw, ten times in the gripper, as in OGBench."""
+    """Standard deviation of the noise on each move; 3 times that in yaw, 10 times in the gripper, as in OGBench."""
 
     def __post_init__(self) -> None:
         if min(self.plan_noise, self.action_noise) < 0:
@@ -54,7 +54,7 @@ def demonstrate(
     seed: int = 0,
     pictures: bool = True,
 ) -> list[Rollout]:
-    """One episode from each context of a cube task, successful or not; with the pictures of every step, or none."""
+    """Record one episode from each context of a cube task, successful or not, with images of every step or none."""
     if not family(config.task).startswith("cube"):
         raise EnvError(
             f"no expert for {config.task}: OGBench's oracles know how to press a button, not which one to press",
@@ -88,12 +88,11 @@ def play_data(
     dials: OGBenchDials | None = None,
     pictures: bool = True,
 ) -> list[Rollout]:
-    """So many steps of play, for offline learning: whole episodes, and what remains as the last one.
+    """Record `steps` steps of play for offline learning, in episodes of 1000 steps; the last may be shorter.
 
-    Play has goals of its own, and never ends early. Rewards are those that the configured task would have given, and
-    `terminated` is set at every step whose state solves it, as OGBench labels its datasets: nothing bootstraps there.
-    A context of play starts at random, not where the task starts. (OGBench also leaves out episodes of `scene` in which
-    the cube gets stuck; they are kept here.)
+    Play has its own goals and never ends early. Rewards are those of the configured task, and `terminated` is set at
+    every step whose state solves it, as in OGBench's datasets: nothing bootstraps there. A context of play starts at
+    random, not where the task starts. (Unlike OGBench, episodes of `scene` in which the cube gets stuck are kept.)
     """
     env = _PlayEnv(config)
     player = _Player(env, dials or OGBenchDials(oracle="plan", plan_noise=0.1))
@@ -111,7 +110,7 @@ def play_data(
 
 
 class _PlayEnv(OGBenchEnv):
-    """The world of a task, with goals drawn anew whenever one is reached."""
+    """The world of a task, with a new random goal whenever one is reached."""
 
     def __init__(self, config: OGBenchConfig) -> None:
         super().__init__(config)
@@ -120,7 +119,7 @@ class _PlayEnv(OGBenchEnv):
         self.simulator, _ = make_simulator(world, config, mode="data_collection", terminate_at_goal=False)
 
     def judged(self, rollout: Rollout, states: list[dict[str, Array]]) -> Rollout:
-        """An episode of play with the rewards of the task; `states` are those its actions were taken in."""
+        """Relabel an episode of play with the task's rewards; `states` are the states before its actions."""
         relabelling = load("ogbench.relabel_utils", extra="ogbench", why="the OGBench simulator")
         labels: dict[str, Any] = {key: np.stack([state[key] for state in states]) for key in states[0]}
         relabelling.relabel_dataset(self.tasks[0], self._judge, labels)
@@ -136,7 +135,7 @@ class _PlayEnv(OGBenchEnv):
 
 
 class _Player:
-    """Goes for one goal after the other, with the oracle that each needs."""
+    """Pursues one goal after the other with the matching oracle."""
 
     def __init__(self, env: _PlayEnv, dials: OGBenchDials) -> None:
         self._env, self._dials = env, dials
@@ -144,7 +143,7 @@ class _Player:
         self._oracle: Any = None
         self._stacking = 0.0
         self.states: list[dict[str, Array]] = []
-        """What decides about the task's reward, of every step of the episode."""
+        """The part of the state that determines the task's reward, for every step of the episode."""
 
     def choose(self, step: int) -> Float[Array, "5"]:
         env = self._env
@@ -161,7 +160,7 @@ class _Player:
 
 
 def _oracles(simulator: Any, dials: OGBenchDials) -> dict[str, Any]:
-    """OGBench's oracles by what they act on."""
+    """OGBench's oracles by object."""
     found = {}
     for thing in ("cube", "button", "drawer", "window"):
         module = load(
@@ -177,7 +176,7 @@ def _oracles(simulator: Any, dials: OGBenchDials) -> dict[str, Any]:
 
 
 def _next_target(simulator: Any) -> dict[str, Any]:
-    """What the oracle is to do next: a task has a goal for every cube, and the lowest unsolved one goes first."""
+    """The oracle's next target: of a task's goals, one per cube, the lowest unsolved one."""
     lie = load("ogbench.manipspace.lie", extra="ogbench", why="the OGBench simulator")
     data, goals = simulator.data, simulator._cube_target_mocap_ids
     solved = simulator._compute_successes()
@@ -199,7 +198,7 @@ def _noisy(action: Float[Array, "5"], noise: float) -> Float[Array, "5"]:
 
 @contextmanager
 def _global_seed(*seeds: int) -> Iterator[None]:
-    """Seed NumPy's global generator, from which the oracles draw, and leave it as it was found."""
+    """Seed NumPy's global generator, which the oracles use, in the block and restore it afterwards."""
     before = np.random.get_state()
     np.random.seed(np.random.SeedSequence(seeds).generate_state(4))
     try:
