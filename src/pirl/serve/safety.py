@@ -1,7 +1,7 @@
 """Safety limits on actions, off by default: defined per robot, checked on every chunk, counted per rule.
 
-They bound actions as the robot gets them, in its own units: positions for a robot that is commanded positions. A chunk
-that goes beyond is clipped or refused. This is a net under a policy, not a replacement for the robot's own limits.
+They bound the actions sent to the robot, in its own units (positions for a position-controlled robot). A chunk beyond a
+limit is clipped or refused. This is a net under a policy, not a replacement for the robot's own limits.
 """
 
 from dataclasses import dataclass, replace
@@ -14,21 +14,21 @@ from jaxtyping import Float
 from pirl.errors import ConfigError
 
 TINY = 1e-6
-"""Rounding in float32, relative to the limit, is no violation."""
+"""Relative tolerance for float32 rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A workspace: where some part of the robot may be."""
+    """A workspace: the allowed positions of some part of the robot."""
 
     actions: tuple[int, ...]
-    """Action dimensions that are its coordinates, or steps in them."""
+    """Action dimensions with its coordinates, or with steps in them."""
     low: tuple[float, ...]
     """Smallest coordinates."""
     high: tuple[float, ...]
     """Largest coordinates."""
     state: tuple[int, ...] | None = None
-    """For actions that are steps: state dimensions with the coordinates now. None: actions are coordinates."""
+    """For actions that are steps: state dimensions with the current coordinates. None: actions are coordinates."""
     scale: float = 1.0
     """Coordinates per unit of such a step."""
 
@@ -45,14 +45,14 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class NoveltyConfig:
-    """What happens where the policy sees what it has not seen in training."""
+    """The rule for observations unlike the training data."""
 
     mode: Literal["refuse", "warn"] = "refuse"
-    """Refuse the request with the reason, or count it and say so in the log."""
+    """Refuse the request with the reason, or count and log it."""
     limit: float = 1.0
     """Largest novelty. 1: as far from the data as the most distant frame of one in twenty held-out episodes."""
     file: Path | None = None
-    """What `pirl serve --fit-novelty` wrote, if not beside the weights."""
+    """The file that `pirl serve --fit-novelty` wrote, if not beside the weights."""
 
     def __post_init__(self) -> None:
         if not self.limit > 0:
@@ -66,7 +66,7 @@ class SafetyConfig:
     rate: float
     """Control steps per second."""
     mode: Literal["clip", "refuse"] = "refuse"
-    """What happens to a chunk beyond a limit: it is clipped, or refused with the reason."""
+    """Clip a chunk that exceeds a limit, or refuse it with the reason."""
     low: tuple[float, ...] | None = None
     """Smallest action."""
     high: tuple[float, ...] | None = None
@@ -76,11 +76,11 @@ class SafetyConfig:
     jerk: tuple[float, ...] | None = None
     """Largest third difference of the action, per second³."""
     workspace: Box | None = None
-    """Where some part of the robot may be."""
+    """Allowed positions of some part of the robot."""
     jump: tuple[float, ...] | None = None
-    """Largest distance between a chunk's first action and the chunk before, at the step it continues."""
+    """Largest distance of a chunk's first action from the previous chunk, at the step it continues."""
     novelty: NoveltyConfig | None = None
-    """What happens where the policy sees what it has not seen in training."""
+    """The rule for observations unlike the training data."""
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
@@ -95,11 +95,11 @@ class LimitedChunk:
     """A chunk after the safety net."""
 
     chunk: Float[np.ndarray, "H A"] | None
-    """What may be sent; None if nothing may."""
+    """The chunk to send; None if refused."""
     rules: tuple[str, ...]
-    """Limits that the chunk was beyond."""
+    """Rules that the chunk violated."""
     reason: str = ""
-    """The first of them, in words."""
+    """The first violation, in words."""
 
 
 class SafetyNet:
@@ -131,10 +131,9 @@ class SafetyNet:
         expected: Float[np.ndarray, "R A"] | None = None,
         novelty: float | None = None,
     ) -> LimitedChunk:
-        """The chunk within the limits. `last` is the chunk before, `expected` what is left of it, where that is known.
+        """Apply all rules to a chunk. `last` is the previous chunk, `expected` the rest of it, if known.
 
-        Where it is not known how far the robot got, the nearest step of `last` counts: a jump is then one from all of
-        them.
+        If it is unknown how far the robot got in `last`, the jump is measured from its nearest step.
         """
         if not np.isfinite(chunk).all():
             return LimitedChunk(chunk=None, rules=("finite",), reason="the actions are not finite")
@@ -148,7 +147,7 @@ class SafetyNet:
         return found if found.chunk is None else replace(found, rules=("novelty", *found.rules), reason=reason)
 
     def _within(self, chunk: np.ndarray, state: np.ndarray, last: Any, expected: Any) -> LimitedChunk:
-        """The chunk within the limits on actions."""
+        """Apply the limits on actions, one after the other; with `clip` later rules see the clipped chunk."""
         rules: list[str] = []
         reason = ""
         out = np.asarray(chunk, np.float64)
@@ -176,7 +175,7 @@ class SafetyNet:
         return LimitedChunk(chunk=out.astype(chunk.dtype), rules=tuple(rules), reason=reason)
 
     def _jump(self, x: np.ndarray, last: np.ndarray | None, expected: np.ndarray | None) -> np.ndarray:
-        """Shift the whole chunk, its end least, so that it continues the previous one."""
+        """Shift the chunk towards the previous one, by the excess at its first step and less towards its end."""
         if self.config.jump is None or last is None:
             return x
         limit = np.array(self.config.jump)
@@ -200,14 +199,14 @@ class SafetyNet:
             out[:, dims] = np.clip(x[:, dims], box.low, box.high)
             return out
         place = np.asarray(state, np.float64)[list(box.state)]
-        for step in range(len(x)):  # where each step leads depends on the ones before
+        for step in range(len(x)):  # positions accumulate over the clipped steps
             there = np.clip(place + box.scale * x[step, dims], np.minimum(box.low, place), np.maximum(box.high, place))
             out[step, dims] = (there - place) / box.scale
             place = there
         return out
 
     def _velocity(self, x: np.ndarray) -> np.ndarray:
-        """No step further from the one before it than allowed."""
+        """Limit the change between consecutive steps."""
         if self.config.velocity is None:
             return x
         out, limit = x.copy(), np.array(self.config.velocity) / self.config.rate
@@ -216,7 +215,7 @@ class SafetyNet:
         return out
 
     def _jerk(self, x: np.ndarray) -> np.ndarray:
-        """No third difference larger than allowed."""
+        """Limit the third difference of each step with its predecessors."""
         if self.config.jerk is None:
             return x
         out, limit = x.copy(), np.array(self.config.jerk) / self.config.rate**3
@@ -227,7 +226,7 @@ class SafetyNet:
 
 
 def read_safety(file: Path) -> SafetyConfig:
-    """The limits in a YAML file."""
+    """Read the limits from a YAML file."""
     from pirl.config_io import from_dict, read_yaml
 
     data: dict[str, Any] = read_yaml(file)
@@ -238,7 +237,7 @@ def read_safety(file: Path) -> SafetyConfig:
 
 
 def load_safety(file: Path, *, action_dim: int, state_dim: int) -> SafetyNet:
-    """The net that a YAML file describes."""
+    """The safety net defined by a YAML file."""
     config = read_safety(file)
     try:
         return SafetyNet(config, action_dim=action_dim, state_dim=state_dim)
