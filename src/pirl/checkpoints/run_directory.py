@@ -59,7 +59,7 @@ def check_directory(
 
 
 def _contents(directory: Path) -> tuple[list[str], list[str]]:
-    """(all names in a folder, those that a run which never started would not leave)."""
+    """(all names in a folder, those besides the metadata and lock of a run that never started)."""
     names = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
     return names, [name for name in names if name not in (METADATA_FILE, LOCK_FILE)]
 

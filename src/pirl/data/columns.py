@@ -38,7 +38,7 @@ class Column:
     key: str
     """Its name, e.g. observation.state."""
     dtype: str
-    """A NumPy dtype, or one of string, image (PNG in the parquet) and video (mp4 beside it)."""
+    """A NumPy dtype, `string`, `image` (PNG in the parquet) or `video` (a separate mp4)."""
     shape: tuple[int, ...]
     """Shape of one frame's value. Images are always (height, width, 3), whatever order info.json lists."""
 

@@ -73,7 +73,7 @@ class LeRobotSource(EpisodeSource):
 
     @property
     def letterbox(self) -> bool:
-        """Whether pictures include the black borders that make them square."""
+        """Whether images include the black borders that make them square."""
         return self._letterbox
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class MixedSource(EpisodeSource):
 
     @property
     def letterbox(self) -> bool:
-        """Whether pictures include the black borders that make them square."""
+        """Whether images include the black borders that make them square."""
         return self.sources[0].letterbox
 
     def prepare(self) -> bool:
@@ -169,7 +169,7 @@ class MixedSource(EpisodeSource):
         return source.episode(local)
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
-        """Pictures of one episode."""
+        """Images of one episode."""
         source, local = self._locate(index)
         return source.frames(local)
 
@@ -205,12 +205,12 @@ class SubsetSource(EpisodeSource):
         return self.source.cameras
 
     def frame_sizes(self) -> dict[str, tuple[int, int]]:
-        """Height and width of the pictures of each camera."""
+        """Height and width of each camera's images."""
         return dict(self.source.frame_sizes())
 
     @property
     def letterbox(self) -> bool:
-        """Whether pictures include the black borders that make them square."""
+        """Whether images include the black borders that make them square."""
         return self.source.letterbox
 
     def prepare(self) -> bool:
@@ -225,7 +225,7 @@ class SubsetSource(EpisodeSource):
         return self.source.episode(self.kept[index])
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
-        """Pictures of one episode."""
+        """Images of one episode."""
         return self.source.frames(self.kept[index])
 
 

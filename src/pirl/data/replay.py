@@ -35,7 +35,7 @@ class MemorySource(EpisodeSource):
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """The cameras every episode has pictures of."""
+        """The cameras of every episode."""
         return self._cameras
 
     @property
@@ -51,7 +51,7 @@ class MemorySource(EpisodeSource):
         return self.items[index][0]
 
     def frames(self, index: int) -> Frames:
-        """Pictures of one episode."""
+        """Images of one episode."""
         return self.items[index][1]
 
 
@@ -90,7 +90,7 @@ class ReplayBuffer(EpisodeSource):
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """The cameras every episode has pictures of."""
+        """The cameras of every episode."""
         return self._cameras
 
     @property
@@ -116,7 +116,7 @@ class ReplayBuffer(EpisodeSource):
         return self._contents.episode(index)
 
     def frames(self, index: int) -> Frames:
-        """Pictures of one episode."""
+        """Images of one episode."""
         return self._contents.frames(index)
 
     def snapshot(self) -> MemorySource:

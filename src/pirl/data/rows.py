@@ -159,7 +159,7 @@ def _check_rows(
             f"{path}: episode {listed[wrong[0]]}: frame_index is {frame[wrong[0]]}, expected {counted[wrong[0]]}",
             hint="frames are missing or out of order: export the episode again, or remove it",
         )
-    if (wrong := np.flatnonzero(~(np.abs(time - counted / fps) <= 0.5 / fps))).size:  # also what is not a number
+    if (wrong := np.flatnonzero(~(np.abs(time - counted / fps) <= 0.5 / fps))).size:  # NaN fails, too
         raise DataError(
             f"{path}: episode {listed[wrong[0]]}: frame {counted[wrong[0]]} has timestamp {time[wrong[0]]:.4f} s, "
             f"expected {counted[wrong[0]] / fps:.4f} s at the {fps} fps of {INFO_FILE}",

@@ -204,7 +204,7 @@ def _second_attempt(ways: tuple[_Way, _Way], home: _Pose, places: Float[Array, "
 
 
 def _insertion(home: list[_Pose], places: Float[Array, "2 3"], noise: Float[Array, "3"]) -> tuple[_Way, _Way]:
-    """Both arms lift what lies before them to the middle and push it together."""
+    """Both arms lift their objects to the middle and push them together."""
     middle = np.array([0.0, 0.5, 0.145]) + noise
     down = Rotation.from_euler("y", _DOWN, degrees=True)
 

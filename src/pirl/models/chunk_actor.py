@@ -93,5 +93,5 @@ class ChunkActor:
 
 
 def _repeated(values: tuple[float, ...]) -> Initializer:
-    """The same values for every action."""
+    """An initializer that repeats `values` for every action."""
     return lambda key, shape: jnp.tile(jnp.float32(values), shape[0] // len(values))

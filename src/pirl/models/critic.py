@@ -41,7 +41,7 @@ from pirl.models.pi0 import Encoded
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class CriticInputs:
-    """What a critic sees of an observation."""
+    """The critic's inputs from an observation."""
 
     state: Float[Array, "B S"]
     """Proprioception, normalised; may be padded on the right."""

@@ -67,7 +67,8 @@ def letterbox(image: Float[Array, "B h w 3"], size: int) -> Float[Array, "B size
 def augment(key: Array, image: Float[Array, "B h w 3"], *, geometric: bool) -> Float[Array, "B h w 3"]:
     """Random crop and rotation (`geometric`; not for wrist cameras), then colour jitter; one draw per sample.
 
-    `prepare` passes the same key for every camera, so a sample's cameras are jittered alike.
+    `prepare` passes the same key for every camera, so a sample's wrist cameras get the same jitter; the base camera's
+    differs, because its chain of transforms is longer.
     """
     import augmax  # only training needs it
 
