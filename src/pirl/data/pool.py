@@ -52,7 +52,7 @@ class Resident:
     """Cumulative sum of the episodes' sampling weights."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Int[Array, "B"]:
-        """Draw start rows: an episode by its weight, then one of its steps uniformly."""
+        """Draw start rows: an episode by its weight, then a step uniformly, moved back to its last observed row."""
         point = rng.random(count) * self.mass[-1]
         episode = np.searchsorted(self.mass, point, side="right")
         before = np.where(episode > 0, self.mass[episode - 1], 0.0)

@@ -76,8 +76,8 @@ class Robot:
     def find_cameras(self, keys: Collection[str], pictures: Collection[str] | None = None) -> dict[str, str]:
         """Map each slot to its key among `keys` (an observation's or a dataset's); omits slots without an image.
 
-        `pictures` are the keys known to hold images. If an optional camera is missing while an unknown image is
-        present, this raises: the camera's name is probably misspelt.
+        `pictures` are the keys known to hold images. Raises if a required camera is missing, or an optional one while
+        an unknown image is present, because then the camera's name is probably misspelt.
         """
         found = {slot: key for slot, names in self.cameras.items() if (key := _first(names, keys)) is not None}
         missing = [slot for slot in self.cameras if slot not in found]
