@@ -49,7 +49,7 @@ class StoredLeaf:
     shape: tuple[int, ...]
     """Its shape."""
     dtype: str
-    """Its type as stored."""
+    """Its stored dtype."""
 
     @property
     def parameters(self) -> int:
@@ -67,7 +67,7 @@ class Component:
     """A part of the model."""
 
     name: str
-    """SigLIP, embedder, Gemma VLM, Gemma expert, heads, LoRA; `other` and `unused` where there are such."""
+    """SigLIP, embedder, Gemma VLM, Gemma expert, heads, LoRA, other or unused."""
     leaves: int
     """Number of arrays."""
     parameters: int
@@ -75,7 +75,7 @@ class Component:
     bytes: int
     """Size in memory."""
     dtypes: tuple[str, ...]
-    """Types as stored."""
+    """Stored dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,19 +83,19 @@ class Description:
     """Contents of a checkpoint."""
 
     path: Path
-    """The folder or file described: of several steps, the latest."""
+    """The described folder or file; for a folder of steps, the latest."""
     kind: str
     """"openpi", "pytorch" or "npz"."""
     model: str
-    """π₀, π₀.₅ or PaliGemma, recognised by parameter names."""
+    """π₀, π₀.₅ or PaliGemma, inferred from parameter names."""
     step: int | None
-    """Training step, where the folder is named after one."""
+    """Training step, if the folder is named after one."""
     steps: tuple[int, ...]
-    """All steps beside it."""
+    """All steps in the same run."""
     leaves: Mapping[str, StoredLeaf]
     """Name -> stored array."""
     components: tuple[Component, ...]
-    """The same, by part of the model."""
+    """Totals by part of the model."""
     disk_bytes: int
     """Size of the weights on disk."""
     norm_stats: Mapping[str, Mapping[str, int]]
@@ -103,11 +103,11 @@ class Description:
     train_state: tuple[str, ...]
     """The items for resuming; empty if the checkpoint is for inference only."""
     ema: bool | None
-    """Are the weights a moving average (the raw ones are then in the train state)? None where it is not recorded."""
+    """Whether the weights are a moving average (the raw ones are then in the train state). None: not recorded."""
     written_by: str
-    """The program, as far as the files tell."""
+    """The program that wrote it, if recorded."""
     written_at: datetime | None
-    """When, in UTC."""
+    """Time of writing, in UTC, if recorded."""
 
     @property
     def parameters(self) -> int:
@@ -116,7 +116,7 @@ class Description:
 
     @property
     def bytes(self) -> int:
-        """Size in memory, in the stored types."""
+        """Size in memory with the stored dtypes."""
         return sum(component.bytes for component in self.components)
 
 

@@ -11,14 +11,14 @@ import tensorstore as ts
 
 @functools.cache
 def quieten_orbax() -> None:
-    """Drop tracebacks that Orbax logs of exceptions it raises as well; `PIRL_DEBUG=1` keeps them."""
+    """Suppress tracebacks that Orbax logs for exceptions it also raises; `PIRL_DEBUG=1` keeps them."""
     if os.environ.get("PIRL_DEBUG", "0") not in ("", "0"):
         return
     logging.getLogger("absl").addFilter(_is_news)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        # TensorStore reports a write to an event loop that ended with the first write that failed.
+        # TensorStore writes to an event loop that ended with the first failed write.
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 

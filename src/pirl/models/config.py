@@ -213,7 +213,7 @@ class MLPFlowConfig:
     dtype: DType = "float32"
     """Type of activations and matmuls. Parameters are float32."""
 
-    # It sees neither pictures nor text, and has no pretrained weights.
+    # What `Pi0Config` has and a policy without images, text and pretrained weights does not.
     cameras: ClassVar[tuple[str, ...]] = ()
     token_len: ClassVar[int] = 0
     image_size: ClassVar[int] = 224

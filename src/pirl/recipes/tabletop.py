@@ -70,23 +70,24 @@ _BC = RLTrainConfig(
     log_interval=50,
 )
 
+_AGENT = ACRLPDConfig(
+    discount=0.95,
+    num_action_samples=4,
+    flow_steps=4,
+    flow_draws=2,
+    target_ess=0.3,
+    bc_loss_weight=0.0,
+    target_update_rate=0.02,
+    critic_updates=2,
+    actor_warmup_steps=300,
+    gate=0.3,
+    augment=False,
+    policy_ema_decay=0.98,
+)
 _ACRLPD = replace(
     _BC,
     name="acrlpd_tabletop",
-    agent=ACRLPDConfig(
-        discount=0.95,
-        num_action_samples=4,
-        flow_steps=4,
-        flow_draws=2,
-        target_ess=0.3,
-        bc_loss_weight=0.0,
-        target_update_rate=0.02,
-        critic_updates=2,
-        actor_warmup_steps=300,
-        gate=0.3,
-        augment=False,
-        policy_ema_decay=0.98,
-    ),
+    agent=_AGENT,
     critic=replace(_BC.critic, action_clip=3.0),
     data=replace(_BC.data, held_out=0.1),
     held_out=HeldOutConfig(interval=100),
@@ -131,7 +132,7 @@ _FLOW_PPO = apply(
 # What the other algorithms' results were measured with (docs/results/tabletop.md), but for the gate. Those without a
 # critic to judge train on all episodes.
 _MEASURED = replace(_ACRLPD, critic=_BC.critic)
-_UNGATED = replace(_ACRLPD, agent=replace(_ACRLPD.agent, gate=None), data=_BC.data)
+_UNGATED = replace(_ACRLPD, agent=replace(_AGENT, gate=None), data=_BC.data)
 _WHOLE = replace(_UNGATED, critic=_BC.critic)
 _AS_MEASURED: dict[str, Any] = {"discount": 0.9}
 _BESIDE: dict[str, Any] = _AS_MEASURED | {"actor_warmup_steps": 400, "actor_hidden": (128, 128)}

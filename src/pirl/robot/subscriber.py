@@ -6,7 +6,7 @@
     subscriber = RecordingSubscriber(recorder, policy, outcome=ask_operator, task="fold the box")
     Runtime(environment, PolicyAgent(policy), [subscriber], max_hz=50, num_episodes=20).run()
 
-A robot with a loop of its own calls `Recorder.step` itself.
+If your robot has its own loop, call `Recorder.step` there.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,24 +31,24 @@ class Planner(Protocol):
 
     @property
     def intended(self) -> tuple[Float[np.ndarray, "H A"], int] | None:
-        """The chunk, and its step that was due."""
+        """The current chunk and the index of its step that was due."""
 
 
 class RecordingSubscriber:
-    """OpenPI's `Subscriber` by its methods; openpi-client need not be installed."""
+    """Implements OpenPI's `Subscriber` structurally; openpi-client need not be installed."""
 
     def __init__(
         self, recorder: Recorder, planner: Planner, *, outcome: Callable[[], Outcome], task: str | None = None
     ) -> None:
-        """`outcome` is asked after every episode; `task` names it, by default the observation's prompt."""
+        """`outcome` is called after every episode; `task` defaults to the observation's prompt."""
         self.recorder, self._planner, self._outcome, self._task = recorder, planner, outcome, task
 
     def on_episode_start(self) -> None:
-        """The next step begins an episode."""
+        """Discard an unfinished episode; the next step begins a new one."""
         self.recorder.discard()
 
     def on_step(self, observation: Mapping[str, Any], action: Mapping[str, Any]) -> None:
-        """Record what was seen and done."""
+        """Record the observation and the executed action."""
         if not self.recorder.running:
             self.recorder.start(task=self._find_task(observation))
         self.recorder.step(
@@ -60,7 +60,7 @@ class RecordingSubscriber:
         )
 
     def on_episode_end(self) -> None:
-        """Ask how it went, and save."""
+        """Ask for the outcome and save the episode, or discard it."""
         said = self._outcome()
         if said is None or not self.recorder.running:
             self.recorder.discard()
