@@ -1,4 +1,4 @@
-"""Does it learn? The tables of docs/results/tabletop.md: every method on the embedded tabletop, on many seeds.
+"""The tables of docs/results/tabletop.md: success of every method on the embedded tabletop, on many seeds.
 
     python benchmarks/tabletop.py                              the main rows on seeds 0, 1, 2; 10 CPU minutes each
     python benchmarks/tabletop.py --seeds 3 4                  two more; another process may do others meanwhile
@@ -6,10 +6,10 @@
     python benchmarks/tabletop.py --level stitch               where no episode that begins at the table succeeds
     python benchmarks/tabletop.py --quick                      a tenth of the steps: does the program work?
 
-A seed is one of everything: demonstrations, first weights, batches, rollouts; its first rows are what `pirl demo --seed
-N` trains. All are evaluated on the same 400 test states. Finished rows are kept, interrupted ones go on: the same
-command continues. The table (means over seeds with Student's t intervals) is printed, and written beside the runs as
-table.md and results.json.
+A seed determines demonstrations, initial weights, batches and rollouts; its first rows are those of `pirl demo --seed
+N`. All are evaluated on the same 400 test states. After an interruption, repeat the command: it skips finished rows and
+resumes. The table (means over seeds with Student's t intervals) is printed, and written beside the runs as table.md and
+results.json.
 """
 
 import argparse
@@ -42,24 +42,24 @@ FILTERED = (
     "--data.successes-only",
     *("--freeze", "vlm_frozen", "--pi0-lr", "7e-4", "--policy-schedule.decay-steps", "1200"),
 )
-"""Imitation goes on, on the successes alone: as in `pirl demo`."""
+"""Further imitation of the successes alone, as in `pirl demo`."""
 SILENT = ("--evaluation.interval", "100000", "--evaluation.episodes", "8", "--evaluation.films", "0")
-"""Evaluating while training changes no weight, and costs time."""
+"""No evaluation during training: it costs time and changes no weights."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: one run, evaluated."""
+    """A row of the table: one evaluated run."""
 
     title: str
     recipe: str = ""
-    """Empty: no run of its own, but another way to act with the one of row `after`."""
+    """Recipe to train with; empty: evaluates the weights of row `after` with other settings."""
     settings: tuple[str, ...] = ()
     steps: int | None = None
-    """None: the recipe's."""
+    """Training steps; None: the recipe's."""
     data: str = "tabletop"
     after: str | None = "imitation"
-    """The row whose weights it begins with; None: its own."""
+    """Row whose weights it starts from; None: random initial weights."""
     acts: tuple[str, ...] = ()
     """Settings of the evaluation."""
 
@@ -71,7 +71,7 @@ class Data:
     episodes: int = 1500
     record: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
-    """Settings of the environment, in training and evaluation as well."""
+    """Settings of the environment, also for training and evaluation."""
 
 
 DATA = {
@@ -94,7 +94,7 @@ MAIN = {
     "ACRLPD,_best_of_8": Row("– the same, best of 8", after="ACRLPD", acts=BEST),
     "ACRLPD_shuffled": Row("control: ACRLPD, outcomes shuffled", "acrlpd_tabletop", data="shuffled"),
 }
-"""Rows by the folder of their evaluation."""
+"""Folder of the evaluation -> row."""
 TIMELESS = ("--agent.gate", "None", "--agent.discount", "0.999")
 MORE = {
     "distill": Row("ACRLPD, `distill`", "acrlpd_tabletop", ("--agent.actor", "distill")),
@@ -132,13 +132,13 @@ STITCH = {
     "ACRLPD_shuffled": Row("control: ACRLPD, outcomes shuffled", "acrlpd_tabletop", TWICE, 3200, data="shuffled"),
     "perfect": Row("BC on perfect demonstrations", "bc_tabletop", data="perfect", after=None),
 }
-"""Twice the demonstrations and updates: there are two choices to learn, and one of them by bootstrapping alone."""
+"""Twice the demonstrations and updates, because there are two choices to learn, one of them only by bootstrapping."""
 ROWS = {"easy": {"main": MAIN, "more": MORE, "stress": STRESS}, "stitch": {"main": STITCH}}
 
 
 @dataclass(frozen=True)
 class Seed:
-    """One seed's folder, and what is run in it."""
+    """One seed's folder and runs."""
 
     folder: Path
     seed: int
@@ -151,7 +151,7 @@ class Seed:
         return ALL[self.level]
 
     def run(self, name: str) -> None:
-        """A row, if it is not there yet."""
+        """Train and evaluate a row unless it is finished."""
         row = self.rows[name]
         if not self.result(name).is_file():
             weights = self.trained(name if row.recipe else str(row.after))
@@ -159,7 +159,7 @@ class Seed:
             call(["eval", str(weights), "--episodes", episodes, "--out", str(self.result(name).parent), *row.acts])
 
     def trained(self, name: str) -> Path:
-        """The weights of a row, trained if they are not there."""
+        """A row's weights; trains them if missing."""
         row = self.rows[name]
         whole = row.steps or get_config(row.recipe).num_train_steps
         run = self.folder / "runs" / row.recipe / name
@@ -182,7 +182,7 @@ class Seed:
         return (*level, *(DATA[data].env if data in DATA else ()))
 
     def data(self, name: str) -> Path:
-        """Demonstrations with their statistics, recorded if they are not there."""
+        """Demonstrations with their statistics; records them if missing."""
         if name == "shuffled":
             return shuffled(self.data("tabletop"), self.seed)
         root, stats = self.folder / "data" / name, self.folder / "assets" / name
@@ -196,11 +196,11 @@ class Seed:
         return root
 
     def result(self, name: str) -> Path:
-        """Where the evaluation of a row is."""
+        """The file of a row's evaluation."""
         return self.folder / "evaluations" / name / "eval.json"
 
     def success(self, name: str) -> float | None:
-        """The share of the test states that a row solves."""
+        """A row's success rate on the test states."""
         file = self.result(name)
         return float(json.loads(file.read_text())["result"]["success"]["rate"]) if file.is_file() else None
 
@@ -209,7 +209,7 @@ ALL = {level: {name: row for rows in groups.values() for name, row in rows.items
 
 
 def shuffled(dataset: Path, seed: int) -> Path:
-    """A copy in which every episode ends as another did: succeeds, fails or is cut off."""
+    """A copy with permuted outcomes (success, failure or truncation)."""
     copy = dataset.with_name(f"{dataset.name}_shuffled")
     if copy.is_dir():
         return copy
@@ -229,10 +229,10 @@ def shuffled(dataset: Path, seed: int) -> Path:
 
 
 def dealt(seed: int) -> Callable[[Agent, Sequence[Sequence[Rollout]]], Lesson]:
-    """What groups teach if their outcomes are those of a coin."""
+    """A replacement of `Agent.lesson` whose outcomes are coin tosses."""
 
     def toss(group: Sequence[Rollout]) -> list[float]:
-        # Groups may be asked for again, with the same answer: what was done in one decides how the coin falls.
+        # The same group must get the same outcomes when asked again: seed the coin by the group's actions.
         done = zlib.crc32(b"".join(rollout.episode.actions.tobytes() for rollout in group))
         coin = np.random.default_rng([seed, done])
         return [float(side) for side in coin.random(len(group)) < 0.5]
@@ -250,7 +250,7 @@ def call(words: list[str]) -> None:
 
 
 def markdown(seeds: Sequence[Seed], rows: dict[str, Row]) -> str:
-    """Each seed's success, their mean and its interval."""
+    """Markdown: each seed's success, their mean and its interval."""
     lines = [["method", *(f"seed {one.seed}" for one in seeds), "mean (95 %)"]]
     lines.append(["---"] * len(lines[0]))
     for name, row in rows.items():

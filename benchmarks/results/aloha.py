@@ -5,9 +5,9 @@
     PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --minutes 9          for a while
     PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --report             fill the page
 
-Records, computes statistics, trains and evaluates; what is there is not done again. The page is docs/results/aloha.md,
-with every evaluation in aloha.jsonl beside it. It needs the extra `aloha`. From pictures a π₀ of ten million parameters
-learns from scratch, which takes a GPU; from joints and the cube's pose a multi-layer perceptron does.
+Records, computes statistics, trains and evaluates; finished stages are skipped. The page is docs/results/aloha.md, with
+every evaluation in aloha.jsonl beside it. Needs the extra `aloha`. `pictures` trains a π₀ of ten million parameters
+from scratch, which takes a GPU; `state` trains an MLP on joints and the cube's pose.
 """
 
 import argparse
@@ -79,7 +79,7 @@ TRANSFER = Task(
 
 
 def state_rows() -> tuple[Row, ...]:
-    """From joints and the cube's pose; every offline row after BC makes as many updates."""
+    """The rows for joints and the cube's pose; all offline rows after BC make the same number of updates."""
     bc, rl, ript = (f"{agent}_aloha_transfer_state" for agent in ("bc", "acrlpd", "ript"))
     config = get_config(rl)
     steps, schedule = str(config.num_train_steps), config.policy_schedule

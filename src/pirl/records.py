@@ -48,7 +48,7 @@ class Episode:
     """False where state and images repeat those of an earlier row, as in recordings at a server. None: all rows are
     observed."""
     number: int | None = None
-    """Its number among those a run collected; with it, what an episode is for does not depend on its last bits."""
+    """Its number among a run's collected episodes; it identifies the episode independent of rounding in its actions."""
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -152,7 +152,7 @@ class ChunkBatch(TypedDict, total=False):
     """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that use corrections;
     steps outside the episode repeat the last one."""
     episode: Int[Array, "B"]
-    """An identifier of the episode, a function of its actions alone."""
+    """An identifier of the episode: from its number in the run's collection, or else from its actions."""
     task: Int[Array, "B"]
     """An identifier of the instruction within the dataset. For algorithms that treat each task separately."""
     task_steps: Int[Array, "B"]

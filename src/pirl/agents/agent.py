@@ -206,7 +206,7 @@ class Agent:
         return state
 
     def verdict(self, state: TrainState, measured: Mapping[str, float]) -> str | None:
-        """What the end of a run must say if the result is not what was asked for, by its last held-out metrics."""
+        """A warning for the final summary, from the last held-out metrics; None if the result is as intended."""
         return None
 
     # Algorithms that learn from groups of their own rollouts (`config.groups`)

@@ -286,9 +286,7 @@ class ChunkCritic(Agent):
     # When the actor starts
 
     def scalars(self) -> dict[str, Array]:
-        """The numbers that the algorithm adapts, to begin with. The gate is 1 where it is open, 0 where it never was,
-        -1 where it was.
-        """
+        """Initial adaptive scalars. The gate is 1 while open, 0 before it first opens, -1 after it has shut again."""
         return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
 
     def actor_open(self, state: TrainState) -> Bool[Array, ""]:
@@ -309,7 +307,7 @@ class ChunkCritic(Agent):
         return replace(state, scalars=state.scalars | {"gate": value})
 
     def verdict(self, state: TrainState, measured: Mapping[str, float]) -> str | None:
-        """That the gate is shut, if it is."""
+        """A warning if the gate is shut."""
         if self.config.gate is None or float(state.scalars["gate"]) > 0:
             return None
         did = "left the policy as it was" if self.config.freezes_policy else "imitated"

@@ -1,11 +1,11 @@
 """A frozen policy with a critic over its chunks and a small actor: shared by `DSRL` and `RLToken`.
 
-A subclass says what the actor does: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn`
-from what the critic says of them, and `plan` to act. No gradient passes the policy; its prefix is encoded once per
+A subclass defines the actor: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn` from the
+critic's values of them, and `plan` to act. No gradient flows through the policy; its prefix is encoded once per
 observation.
 
-With a gate (`config.gate`) that is shut, it acts as the policy does, without the actor; the group `gate` says so to
-whoever acts with a checkpoint.
+While the gate (`config.gate`) is shut, the agent acts like the plain policy; the group `gate` stores this, so that a
+checkpoint acts the same.
 """
 
 from collections.abc import Mapping
@@ -117,7 +117,7 @@ class FrozenPolicy(ChunkCritic):
         )
 
     def acts(self, state: TrainState, own: Array, plain: Array) -> Array:
-        """The actor's noise or chunks; while the gate is shut, those of the policy by itself."""
+        """`own`, the actor's noise or chunks; while the gate is shut `plain`, the policy's."""
         gate = state.params.get("gate")
         return own if gate is None else jnp.where(gate["open"] > 0, own, plain)
 
@@ -170,7 +170,7 @@ class FrozenPolicy(ChunkCritic):
         return new, {**learned.metrics, **info, **self.value_metrics(state, proposal.inputs, batch)}
 
     def _gate(self, state: TrainState) -> dict[str, Params]:
-        """The group `gate`, of what the actor does from this step on."""
+        """The updated group `gate`: whether the actor acts from this step on."""
         return {"gate": {"open": jnp.float32(self.actor_open(state))}} if "gate" in state.params else {}
 
     def stepped(self, state: TrainState, grads: Mapping[str, Params], *, when_open: frozenset[str]) -> Learned:
@@ -194,5 +194,5 @@ class FrozenPolicy(ChunkCritic):
         return Choice(replace(self, exploring=True).act(state, observation, keys, best_of=best_of))
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """The actor, and the critic that reads for it; and whether it may."""
+        """The actor, the critic whose readout it uses, and the gate."""
         return frozenset({"actor", "critic", "gate"})

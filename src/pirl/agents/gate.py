@@ -37,7 +37,7 @@ def said(measured: Mapping[str, float], *, is_open: bool) -> str:
 
 
 def final_word(measured: Mapping[str, float], gate: Share, *, was_open: bool, did: str) -> str:
-    """What a run says of itself that ends with its gate shut; `did`: what its actor did meanwhile."""
+    """The warning of a run that ends with its gate shut; `did`: what its actor did instead."""
     needed = {AUC: measured.get(f"{AUC}_by_chance"), RANK: max(gate, measured.get(f"{RANK}_by_chance", 0.0))}
     known = {name: least for name, least in needed.items() if name in measured and least is not None}
     found = ", ".join(

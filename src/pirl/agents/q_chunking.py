@@ -224,13 +224,13 @@ class QChunking(ChunkCritic):
         return new, metrics
 
     def stepped(self, state: TrainState, grads: dict[str, Params]) -> tuple[dict[str, Params], dict[str, Any]]:
-        """(weights, optimizer states) of every group but the critic; a policy that holds waits for the critic."""
+        """(weights, optimizer states) of all groups but the critic; with `hold` they wait until the actor may learn."""
         params, opt = {}, {}
         holds, is_open = self.config.actor_warmup == "hold", self.actor_open(state)
         for name, gradient in grads.items():
             learner, old = self.policy_learner, state.params[name]
             learner = learner if name == "policy" else replace(learner, mask=None)
-            if holds:  # nothing for the moments to remember; schedules go on
+            if holds:  # zero gradients leave the moments at zero, while schedules advance
                 gradient = jax.tree.map(lambda g: jnp.where(is_open, g, 0), gradient)
             new, opt[name] = learner.step(old, gradient, state.opt[name])
             params[name] = jax.tree.map(partial(_once, is_open), new, old) if holds else new
@@ -300,7 +300,7 @@ class QChunking(ChunkCritic):
 
 
 def _once(is_open: Bool[Array, ""], new: Array, old: Array) -> Array:
-    """The new one when open; what is frozen is the same array in both, and stays that."""
+    """`new` if open, else `old`; an array that both share, such as a frozen leaf, stays shared."""
     return new if new is old else jnp.where(is_open, new, old)
 
 

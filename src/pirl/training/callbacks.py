@@ -66,7 +66,7 @@ class Callbacks:
     ending: str = ""
     """Why the run ends before its last step."""
     verdict: str | None = None
-    """What the algorithm says of its result, by the latest held-out metrics."""
+    """The algorithm's warning about its result, from the latest held-out metrics."""
 
     @property
     def start(self) -> int:
