@@ -107,13 +107,19 @@ def test_a_label_is_on_the_disk_when_it_is_answered(server: LabelServer, dataset
     table = give(server, 1, "ann", None)  # undone
     assert table == {
         "0": [
-            {"by": "ann", "outcome": "success", "moment": 5, "quality": 4},
-            {"by": "bob", "outcome": "failure", "moment": None, "quality": None},
+            {"by": "ann", "outcome": "success", "moment": 5, "quality": 4, "score": None},
+            {"by": "bob", "outcome": "failure", "moment": None, "quality": None, "score": None},
         ]
     }
     assert len((dataset / labels.LABELS_FILE).read_text().splitlines()) == 4  # what was said stays readable
     assert labels.newest(labels.read(dataset, server.lengths))[0].conflict
     assert json.loads(ask(server, "labels")[1]) == table
+
+
+def test_the_page_gets_the_classifiers_score(server: LabelServer, dataset: Path) -> None:
+    said = {"episode_index": 0, "by": "classifier", "outcome": "success", "score": 0.97}
+    (dataset / labels.LABELS_FILE).write_text(json.dumps(said) + "\n")
+    assert [one["score"] for one in server.label_table()["0"]] == [0.97]
 
 
 @pytest.mark.parametrize(

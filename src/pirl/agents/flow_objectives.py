@@ -75,9 +75,9 @@ def row_weights(
 
     NFT divides advantages by `largest` and clips them to ±1.
 
-    `acceptance` is the share of groups with unequal rewards. In NFT, rows of the rejected groups (advantage 0) would
-    only regularise the policy. Without them the other rows pull 1/acceptance times as hard, increasingly so as the task
-    gets solved; multiplying their advantages by `acceptance` compensates. The other losses have no such term.
+    `acceptance` is the share of collected groups that are learned. In NFT, rows of the rejected groups (advantage 0)
+    would only regularise the policy. Without them the other rows pull 1/acceptance times as hard, increasingly so as
+    the task gets solved; multiplying their advantages by `acceptance` compensates. The other losses have no such term.
 
     Imitation weights (`awr`, `filter`) are divided by their mean, so that batches with few successes do not learn more
     slowly.

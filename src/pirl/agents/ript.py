@@ -60,7 +60,7 @@ class RIPT(OwnRollouts):
             )
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """`acceptance`: the share of groups with unequal rewards."""
+        """`acceptance`: the share of collected groups that the batch is drawn from."""
         return {"acceptance": Spec((sizes.batch,), "float32")}
 
     # An iteration
@@ -73,7 +73,7 @@ class RIPT(OwnRollouts):
         return Lesson(
             groups=chosen,
             columns={"advantage": fo.group_advantages(rewards[chosen], self.config.advantage)},
-            constants={"acceptance": float(telling.mean()) if len(telling) else 0.0},
+            constants={"acceptance": float(learned.mean()) if len(learned) else 0.0},
         )
 
     def moved_far(self, metrics: Mapping[str, Any]) -> bool:
@@ -151,7 +151,7 @@ class RIPT(OwnRollouts):
 
         A batch has `observations`, `actions` (planned chunks), `executed` (1 for executed steps), `advantage`, `weight`
         (row weight, 0 for padding) and `fresh` (1 in the first minibatch of an iteration; a scalar or one per row).
-        Optional: `acceptance`, the share of groups with unequal rewards (scalar or per row), and `demos` with
+        Optional: `acceptance`, the share of collected groups that are learned (scalar or per row), and `demos` with
         `observations`, `actions` and `valid`.
         """
         acting = {name: state.ema.get(name, params) for name, params in state.params.items()}

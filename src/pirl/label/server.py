@@ -78,11 +78,9 @@ class LabelServer(ThreadingHTTPServer):
 
     def label_table(self) -> dict[str, list[dict[str, Any]]]:
         """The newest label of each annotator, by episode."""
+        shown = ("by", "outcome", "moment", "quality", "score")
         return {
-            str(index): [
-                {"by": one.by, "outcome": one.outcome, "moment": one.moment, "quality": one.quality}
-                for one in verdict.labels
-            ]
+            str(index): [{name: getattr(one, name) for name in shown} for one in verdict.labels]
             for index, verdict in self.read_labels().items()
         }
 
