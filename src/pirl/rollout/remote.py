@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pirl import errors
 from pirl.errors import ConfigError, EnvError, PirlError, PirlWarning
@@ -101,6 +101,7 @@ class Host:
             return pickle.dumps(Failure.of(error))
 
 
+@runtime_checkable
 class Worker(Protocol):
     """A `Host` somewhere. It starts in the background when it is made."""
 
