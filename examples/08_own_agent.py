@@ -4,8 +4,8 @@
     PYTHONPATH=examples pirl train 08_own_agent:RECIPE --exp-name mine --agent.smoothness 2
 
 Imitation that also asks for smooth chunks. One Euler step from the noisy chunk x_t to t = 0 gives the chunk the policy
-means; its second difference is its acceleration. An algorithm that is no variation of another implements `build`,
-`init`, `update` and `act` of `pirl.agents.agent.Agent`.
+means; its second difference is its acceleration. An algorithm that is no variation of another implements `init`
+and `update` of `pirl.agents.agent.Agent`; its fields name the parts it is built from.
 """
 
 import argparse
