@@ -59,11 +59,6 @@ class TorchTensor:
     pattern: str
     """How the part's axes become the tensor's."""
 
-    @property
-    def model_dtype(self) -> str:
-        """The type OpenPI's PyTorch model keeps it in: bfloat16, with norms, patches and the heads in float32."""
-        return model_dtype(self.name)
-
     def to_torch(self, part: np.ndarray) -> np.ndarray:
         """Our part of the leaf, laid out as PyTorch wants it."""
         return part.transpose(_order(self.pattern)).reshape(self.shape)
