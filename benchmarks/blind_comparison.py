@@ -1,9 +1,9 @@
-"""Errors and power of the blind comparison, beside those of the e-process that it had before, by simulation.
+"""Error rate and power of the blind comparison and of the earlier e-process, by simulation.
 
     python benchmarks/blind_comparison.py --out docs/results/blind-comparison.json
 
-Each row is so many comparisons of two policies with the rates a and b, looked at after every pair. The sign test is
-planned for the column's episodes; the e-process, which knows no end, is one test for all columns.
+Each row simulates `--runs` comparisons of two policies with success rates a and b, checked after every pair. The sign
+test is planned for the column's number of episodes; the e-process is anytime-valid, one test for all columns.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def row(differences: Any) -> dict[str, Any]:
-    """Shares of comparisons that are decided, and that call B better, within so many episodes."""
+    """Shares of comparisons decided, and decided for B, within each planned number of episodes."""
     before = e_process(differences)
     found: dict[str, Any] = {}
     for episodes in PLANS:
@@ -55,7 +55,7 @@ def row(differences: Any) -> dict[str, Any]:
 
 
 def e_process(differences: Any) -> Any:
-    """The pair after which the bettor against no difference has won 1/alpha, or -1."""
+    """Index of the pair after which the wealth of a bet against "no difference" reaches 1/alpha, or -1."""
     wins, losses = (differences > 0).cumsum(axis=1), (differences < 0).cumsum(axis=1)
     counts = np.arange(int(max(wins.max(), losses.max())) + 1, dtype=np.float64)
     wealth = log_wealth(np.zeros((1, 1)), counts[:, None], counts[None], np.zeros((1, 1)))

@@ -1,12 +1,12 @@
-"""Speed of the data layer, on this machine: what a sample costs, against decoding it and against copying its bytes.
+"""Speed of the data layer: cost of a sample, compared with decoding it and with copying its bytes.
 
     python benchmarks/data.py --quick            under a minute
     python benchmarks/data.py --dir /data/bench --json data.json
 
-A dataset of three noisy AV1 cameras is written with our own writer, then read in several ways. A sample is what
-Q-chunking trains on: the pictures of three cameras at the start of a chunk of 20 steps and where its target bootstraps,
-with states, actions and outcomes. Costs are CPU time of all threads, because that is what does not depend on how many
-cores there are and who else uses them; compare them with the yardsticks of the same run.
+A dataset of three noisy AV1 cameras is written with pirl's writer, then read in several ways. A sample is one row of a
+Q-chunking batch: images of three cameras at the start of a chunk of 20 steps and where its target bootstraps, with
+states, actions and outcomes. Costs are CPU time of all threads, which does not depend on the number of cores or other
+processes; compare them with the yardsticks of the same run.
 """
 
 import argparse
@@ -45,28 +45,28 @@ ROBOT, DIMS, FPS, HORIZON, DISCOUNT = "aloha", 14, 50, 20, 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurement."""
 
     episodes: int = 12
-    """Of the dataset that is written."""
+    """Episodes in the dataset."""
     frames: int = 300
-    """In each of them."""
+    """Frames per episode."""
     height: int = 480
-    """Of the recorded pictures."""
+    """Height of the recorded images."""
     width: int = 640
-    """Of the recorded pictures."""
+    """Width of the recorded images."""
     batch_size: int = 32
-    """Samples in a batch."""
+    """Samples per batch."""
     batches: int = 200
-    """How many are drawn for one number."""
+    """Batches per measurement."""
     random_reads: int = 40
     """Samples read by seeking in the videos."""
     consumer_ms: float = 50.0
-    """How long the simulated training step takes."""
+    """Duration of the simulated training step."""
     stats_episodes: int = 100
-    """For the normalisation statistics."""
+    """Episodes for the normalisation statistics."""
     stats_steps: int = 500
-    """In each of these."""
+    """Steps in each of them."""
 
 
 QUICK = Sizes(episodes=4, frames=150, batches=60, random_reads=10)
@@ -83,7 +83,7 @@ class Result:
     unit: str
     """Its unit."""
     target: float | None = None
-    """The number not to exceed, where there is one."""
+    """Upper limit, if any."""
 
     @property
     def met(self) -> bool | None:
@@ -152,12 +152,12 @@ def measure(sizes: Sizes, *, dataset_dir: Path, scratch: Path) -> list[Result]:
 
 
 def describe(sizes: Sizes) -> str:
-    """The dataset in words."""
+    """The dataset's sizes as text."""
     return f"{sizes.episodes} episodes of {sizes.frames} frames {sizes.height}x{sizes.width}"
 
 
 def write_dataset(root: Path, sizes: Sizes) -> list[Result]:
-    """A dataset of three cameras, unless it is there already; its bit rate tells how hard it is to decode."""
+    """Write a dataset of three cameras unless it exists; its bit rate shows how hard it is to decode."""
     results = []
     if not (root / INFO_FILE).exists():
         shape = [sizes.height, sizes.width, 3]
@@ -184,14 +184,14 @@ def write_dataset(root: Path, sizes: Sizes) -> list[Result]:
 
 
 def noisy_texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Blobs of several sizes: something to look at for a motion search."""
+    """Blobs of several sizes, so that the encoder's motion search has features."""
     layers = [rng.integers(0, 256, (height // n + 1, width // n + 1, 3), np.uint8) for n in (64, 16, 4)]
     images = [np.asarray(Image.fromarray(layer).resize((width, height), Image.Resampling.BICUBIC)) for layer in layers]
     return np.mean(images, axis=0).astype(np.uint8)
 
 
 def noisy_view(rng: np.random.Generator, texture: np.ndarray, offset: int, sizes: Sizes) -> np.ndarray:
-    """A window that moves over the texture, seen by a noisy camera."""
+    """A window moving over the texture, with camera noise."""
     y, x = offset % (texture.shape[0] - sizes.height), offset // 2 % (texture.shape[1] - sizes.width)
     view = texture[y : y + sizes.height, x : x + sizes.width]
     noise = np.frombuffer(rng.bytes(view.size), np.uint8).reshape(view.shape) >> 4
@@ -199,14 +199,14 @@ def noisy_view(rng: np.random.Generator, texture: np.ndarray, offset: int, sizes
 
 
 def random_walk(rng: np.random.Generator, steps: int) -> np.ndarray:
-    """States a robot could have been in; the grippers stay between open and closed."""
+    """Plausible robot states; the grippers stay within [0, 1]."""
     walk = np.cumsum(rng.normal(size=(steps, DIMS)) * 0.02, axis=0)
     walk[:, [6, 13]] = np.clip(np.abs(walk[:, [6, 13]]), 0, 1)
     return walk.astype(np.float32)
 
 
 def random_reads(meta: lerobot.DatasetMeta, sizes: Sizes) -> Result:
-    """The yardstick: seek, decode and resize the six pictures of a sample, from files that are open already."""
+    """The yardstick: seek, decode and resize a sample's six images, from open files."""
     rng = np.random.default_rng(1)
     cameras = [f"observation.images.{camera}" for camera in CAMERAS]
     opened = {path: av.open(str(path)) for path in {e.cameras[c].path for e in meta.episodes for c in cameras}}
@@ -237,7 +237,7 @@ def random_reads(meta: lerobot.DatasetMeta, sizes: Sizes) -> Result:
 
 
 def cold(config: DataConfig) -> list[Result]:
-    """The first pass: every frame decoded once, in order, and stored."""
+    """The first pass, which decodes and stores every frame once, in order."""
     source = create_source(config, get_robot(ROBOT))
     assert isinstance(source, LeRobotSource)
     began = cpu_seconds()
@@ -250,7 +250,7 @@ def cold(config: DataConfig) -> list[Result]:
 
 
 def loader(config: DataConfig, sizes: Sizes) -> ACRLPDDataLoader:
-    """The loader training uses, made the way training makes it."""
+    """The loader, as training makes it."""
     transform = create_transform(config, horizon=HORIZON)
     return create_acrlpd_data_loader(
         config, transform=transform, horizon=HORIZON, discount=DISCOUNT, batch_size=sizes.batch_size
@@ -258,7 +258,7 @@ def loader(config: DataConfig, sizes: Sizes) -> ACRLPDDataLoader:
 
 
 def warm_samples(batches: ACRLPDDataLoader, sizes: Sizes, what: str, target: float | None = None) -> Result:
-    """Samples once everything is decoded."""
+    """Cost of a sample once everything is decoded."""
     for _ in range(5):
         batches.sample_batch()
     cost = cpu_ms(batches.sample_batch, sizes.batches) / sizes.batch_size
@@ -266,7 +266,7 @@ def warm_samples(batches: ACRLPDDataLoader, sizes: Sizes, what: str, target: flo
 
 
 def gather(config: DataConfig, sizes: Sizes) -> list[Result]:
-    """Copying the pictures of a batch together, against copying as many bytes in one piece."""
+    """Gathering a batch's images, compared with one memcpy of as many bytes."""
     source = create_source(config, get_robot(ROBOT))
     resident = make_resident(source, np.arange(len(source)), frames=source.frames, discount=DISCOUNT)
     memory, steps = FrameMemory(), iter(range(10**9))
@@ -293,7 +293,7 @@ def gather(config: DataConfig, sizes: Sizes) -> list[Result]:
 
 
 def stall(batches: ACRLPDDataLoader, sizes: Sizes) -> Result:
-    """How much of its time a training step waits for data."""
+    """Share of the time that a training step waits for data."""
     batches.sample_batch()
     batches.reset_stall()
     for _ in range(min(sizes.batches, 60)):
@@ -304,7 +304,7 @@ def stall(batches: ACRLPDDataLoader, sizes: Sizes) -> Result:
 
 
 def norm_stats(sizes: Sizes) -> Result:
-    """Normalisation statistics over chunks of 50 actions."""
+    """Cost of normalisation statistics over chunks of 50 actions."""
     rng = np.random.default_rng(2)
     source = MemorySource(
         cameras=(), items=[(episode(rng, sizes.stats_steps), {}) for _ in range(sizes.stats_episodes)]
@@ -316,7 +316,7 @@ def norm_stats(sizes: Sizes) -> Result:
 
 
 def episode(rng: np.random.Generator, steps: int) -> Episode:
-    """Numbers without pictures."""
+    """An episode without images."""
     state, never = random_walk(rng, steps), np.zeros(steps, bool)
     rewards = np.zeros(steps, np.float32)
     return Episode(task="walk", state=state, actions=state, rewards=rewards, terminated=never, truncated=never)

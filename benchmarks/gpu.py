@@ -4,11 +4,11 @@
     PYTHONPATH=src python benchmarks/gpu.py --only bc,awr --markdown out.md      these rows
     PYTHONPATH=src python benchmarks/gpu.py --list                               what rows there are
 
-Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up; of steps,
-the time from the end of one to the end of the next. Operations are the model's own, without what rematerialisation
-repeats; their share is of the rate of one large bfloat16 product, measured first. Memory is the program's as compiled:
-arguments, results and temporaries. With `--threads` all programs are compiled before the first runs, several at a time:
-sooner done, but each takes longer than it would alone, and they are tuned while others use the GPU.
+Needs jax, optax and jaxtyping (augmax for `--augment`). A row is the median of its repeats after a warm-up; a step's
+time is from the end of one step to the end of the next. FLOPs are the model's, without rematerialisation; their share
+is relative to the rate of one large bfloat16 GEMM, measured first. Memory is the compiled program's: arguments, results
+and temporaries. With `--threads` all programs are compiled in parallel before the first one runs: faster overall, but
+each takes longer than alone, and they are autotuned while others use the GPU.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from pirl.training.step import Step
 
 GIB = 2**30
 LONGEST = 30.0
-"""Seconds after which a row is repeated no more, once it has three repeats."""
+"""Seconds after which a row with three repeats stops repeating."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +61,15 @@ class Row:
     """One measurement."""
 
     name: str
-    """What `--only` calls it."""
+    """Name for `--only`."""
     what: str
     """`sample`, or an algorithm: `bc`, `awr`, `distill`, `ript`."""
     size: int = 32
     """Observations per step."""
     cameras: int = 3
-    """Pictures per observation."""
+    """Images per observation."""
     rule: FreezeRule = "full"
-    """What trains; `lora`: with adapters of OpenPI's sizes."""
+    """Freeze rule; `lora` adds adapters of OpenPI's sizes."""
     num: int = 4
     """Candidates per observation."""
     updates: int = 1
@@ -77,9 +77,9 @@ class Row:
     pi05: bool = False
     """π₀.₅ instead of π₀."""
     remat: Remat | None = None
-    """Instead of `--remat`, where memory asks for it."""
+    """Overrides `--remat`, where memory requires it."""
     quick: bool = False
-    """Is it part of `--quick`?"""
+    """Whether it is part of `--quick`."""
 
     def __str__(self) -> str:
         model = "π₀.₅" if self.pi05 else "π₀"
@@ -122,7 +122,7 @@ ROWS = (
 
 
 def real_dim(config: Pi0Config) -> int:
-    """Dimensions of an ALOHA's state and actions, as far as the model has room."""
+    """ALOHA's 14 state and action dimensions, at most the model's."""
     return min(14, config.action_dim)
 
 
@@ -132,7 +132,7 @@ def critic_horizon(config: Pi0Config) -> int:
 
 
 def batch(config: Pi0Config, size: int, cameras: int, key: jax.Array) -> dict[str, Any]:
-    """A made-up batch with what all algorithms read; prompts fill a quarter to all of their room."""
+    """A random batch with the columns of all algorithms; prompts fill a quarter to all of their length."""
     keys = iter(jax.random.split(key, 32))
 
     def observation() -> dict[str, Any]:
@@ -168,7 +168,7 @@ def batch(config: Pi0Config, size: int, cameras: int, key: jax.Array) -> dict[st
 
 
 def make_agent(config: Pi0Config, row: Row, *, augment: bool) -> Agent:
-    """The algorithm with OpenPI's optimizer, and an average where it has one by default."""
+    """The algorithm with OpenPI's optimizer, and with an EMA if that is its default."""
     mask = None if row.rule == "full" else trainable_mask(pi0.param_shapes(config), config, row.rule)
     tx = make_optimizer(AdamW(), make_schedule(CosineSchedule()))
     learner = Learner(tx=tx, mask=mask, ema_decay=None if row.what == "ript" else 0.99)
@@ -210,7 +210,7 @@ def make_agent(config: Pi0Config, row: Row, *, augment: bool) -> Agent:
 
 
 def sampler(config: Pi0Config, row: Row) -> Callable[[Any, Any, jax.Array], jax.Array]:
-    """(weights, observations, key) -> chunks, from pictures."""
+    """A function (weights, observations, key) -> chunks, including the encoding of images."""
     policy = Pi0(config)
 
     def sample(params: Any, data: Any, key: jax.Array) -> jax.Array:
@@ -229,18 +229,18 @@ def sized(config: Pi0Config, row: Row) -> Pi0Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A row, ready to be compiled. Nothing lies on the device yet."""
+    """A row's traced programs; nothing is on the device yet."""
 
     given: tuple[Any, Any]
-    """What makes the state (for sampling: the weights) and a batch, traced."""
+    """Traced programs that make the state (for sampling: the weights) and a batch."""
     placed: Callable[[Any, Any], tuple[Any, Any]]
-    """Both as the step takes them."""
+    """Converts both to the step's inputs."""
     program: Any
-    """The step, traced."""
+    """The traced step."""
     step: Step | None
-    """What runs it; None for sampling."""
+    """Runs the step; None for sampling."""
     flop: int
-    """Operations of it."""
+    """FLOPs of the step."""
 
 
 def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
@@ -250,10 +250,10 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
     make_batch = jax.jit(lambda: batch(config, row.size, cameras, jax.random.key(1)))
     data = jax.eval_shape(make_batch)
     if row.what == "sample":
-        # Weights as they are served: cast and cut once, not in each call.
+        # Weights as served: cast and sliced once, not in each call.
         policy, data = Pi0(config), data["observations"]
         half = jax.jit(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.init(jax.random.key(0))))
-        serve = jax.jit(policy.for_inference)  # not in one program with what is random: that takes long to compile
+        serve = jax.jit(policy.for_inference)  # apart from the random init: faster to compile
         weights = jax.eval_shape(half)
         return Job(
             given=(half.lower(), make_batch.lower()),
@@ -279,18 +279,18 @@ def job(config: Pi0Config, row: Row, *, augment: bool) -> Job:
 
 
 class Compiled(NamedTuple):
-    """A row's programs."""
+    """A row's compiled programs."""
 
     run: Any
     """The step."""
     seconds: float
-    """That it took to compile."""
+    """Compile time of the step."""
     given: tuple[Any, Any]
-    """What makes what it starts from."""
+    """Programs that make its inputs."""
 
 
 def compiled(work: Job) -> Compiled:
-    """All that the row needs."""
+    """Compile all programs of a row."""
     begin = time.perf_counter()
     run = work.program.compile()
     seconds = time.perf_counter() - begin
@@ -299,21 +299,21 @@ def compiled(work: Job) -> Compiled:
 
 
 def program_gib(run: Any) -> float:
-    """Memory of a compiled program: arguments, results beside them, temporaries."""
+    """Memory of a compiled program: arguments, results not aliased with them, temporaries."""
     memory = run.memory_analysis()
     beside = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
     return float(memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes) / GIB
 
 
 def measure(work: Job, programs: Compiled, repeats: int) -> dict[str, Any]:
-    """Warm up, repeat."""
+    """Warm up, repeat; returns times, memory and FLOPs."""
     run = programs.run
     found: dict[str, Any] = {"compile_s": programs.seconds, "tflop": work.flop / 1e12}
     if run.memory_analysis() is not None:
         found["gib"] = program_gib(run)
     first, second = programs.given
     (state, data), key = work.placed(first(), second()), jax.random.key(2)
-    # As in training, the next step is on its way to the device before one has ended there; a sample is waited for.
+    # As in training, the next step is dispatched before the previous one ends; samples are waited for.
     in_flight, waiting = int(work.step is not None), deque[Any]()
     ends = [time.perf_counter()]
     for index in range(repeats + 1):
@@ -333,11 +333,11 @@ def measure(work: Job, programs: Compiled, repeats: int) -> dict[str, Any]:
 
 
 def matmul_rate(size: int = 8192, seconds: float = 2.0) -> float:
-    """FLOP/s of a bfloat16 product that goes on: what can be hoped for once the GPU is at its power limit."""
+    """Sustained FLOP/s of a large bfloat16 GEMM: the practical peak once the GPU is at its power limit."""
     if jax.default_backend() == "cpu":
         size, seconds = 512, 0.1
     x = jax.jit(lambda key: jax.random.normal(key, (size, size), jnp.bfloat16))(jax.random.key(0))
-    # Several in one program, each on the last one's result, so that launching them does not count.
+    # Several chained GEMMs in one program, so that launch overhead does not count.
     many = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: (x @ y) * jnp.bfloat16(size**-0.5), x))
     jax.block_until_ready(many(x))
     times: list[float] = []
@@ -349,11 +349,11 @@ def matmul_rate(size: int = 8192, seconds: float = 2.0) -> float:
 
 
 Ahead = tuple[Job, Future[Compiled]]
-"""A row that is being compiled."""
+"""A row and its pending compilation."""
 
 
 def peak_gib() -> float:
-    """GiB the process has held at most so far."""
+    """Peak GiB on the device so far."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB
 
 
@@ -385,7 +385,7 @@ def attempt(config: Pi0Config, row: Row, args: argparse.Namespace, ahead: Ahead 
 
 
 def table(results: dict[str, Any], rate: float) -> Iterator[str]:
-    """Markdown."""
+    """The results as Markdown."""
     yield "| what | ms | GiB | TFLOP | of the matmul rate | compile s | attention |\n|---|---|---|---|---|---|---|"
     for found in results.values():
         if "seconds" not in found:
@@ -399,7 +399,7 @@ def table(results: dict[str, Any], rate: float) -> Iterator[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="pi0", help="model preset (pi0, pi0_small, pi0_tiny, ...)")
     parser.add_argument("--remat", default="names", choices=("none", "names", "dots", "full"))
@@ -423,7 +423,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print; what there is so far is written after every row."""
+    """Measure and print; writes the results so far after every row."""
     began, args = time.perf_counter(), arguments()
     names = list(filter(None, args.only.split(",")))
     rows = [row for row in ROWS if (row.name in names if names else row.quick or not args.quick)]

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/gpu_parity.py
 
-bfloat16 rounds, so no two programs agree to the last digit. The yardstick is the plain program in float32: a fast
-program in bfloat16 may be further from it than the plain one in bfloat16, but not more than `SLACK` times. Printed are
-both distances, relative to the size of the numbers. At the end each attention kernel is timed at the sizes of training.
+bfloat16 rounds, so no two programs agree exactly. The reference is the plain program in float32: a fast program in
+bfloat16 may be at most `SLACK` times as far from it as the plain program in bfloat16. Prints both relative distances,
+then times each attention kernel at training sizes.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from pirl.training import compiler
 
 SLACK = 1.5
 FLOOR = 2e-3
-"""Distances below this are rounding of a single number, whatever the yardstick says."""
+"""Distances below this are rounding errors of single numbers and always pass."""
 LAYERS = 4
 Values = dict[str, Any]
 
 
 def small(config: Pi0Config) -> Pi0Config:
-    """The same widths, few layers and words."""
+    """The model with the same widths, but few layers and a small vocabulary."""
     return replace(
         config,
         vlm=replace(config.vlm, depth=LAYERS),
@@ -50,7 +50,7 @@ def small(config: Pi0Config) -> Pi0Config:
 
 
 def weights(policy: Pi0) -> Any:
-    """As initialised, but nothing is zero: a fresh π₀ does not see."""
+    """Initial weights without zeros; a fresh π₀ would ignore its images."""
     flat = flatten(policy.init(jax.random.key(0)))
     rng = jax.random.key(1)
     for index, (path, leaf) in enumerate(sorted(flat.items())):
@@ -60,7 +60,9 @@ def weights(policy: Pi0) -> Any:
 
 
 def observation(config: Pi0Config, size: int) -> Observation:
-    """One sample lacks its first camera, prompts differ in length: what is real does not come first."""
+    """A batch in which one sample lacks its first camera and prompts differ in length, so valid tokens do not come
+    first.
+    """
     rng = np.random.default_rng(0)
     shape, room = (size, config.image_size, config.image_size, 3), config.token_len
     masks = {name: np.ones(size, bool) for name in config.cameras}
@@ -76,7 +78,7 @@ def observation(config: Pi0Config, size: int) -> Observation:
 
 
 def training(config: Pi0Config, params: Any, seen: Observation) -> Values:
-    """Losses and gradients of behaviour cloning at fixed draws."""
+    """Losses and gradients of behaviour cloning at fixed flow draws."""
     policy, size = Pi0(config), len(seen.state)
     actions = jax.random.normal(jax.random.key(3), (size, config.horizon, config.action_dim))
     draws = flow.draw(jax.random.key(4), jax.random.key(5), actions, 1)
@@ -96,7 +98,7 @@ def training(config: Pi0Config, params: Any, seen: Observation) -> Values:
 
 
 def pooled(context: Encoded) -> jax.Array:
-    """The mean feature of the real tokens; the order of tokens may differ."""
+    """The mean feature of valid tokens, independent of their order."""
     real = context.mask[..., None]
     return jnp.where(real, context.features.astype(jnp.float32), 0).sum(1) / real.sum(1)
 
@@ -104,8 +106,8 @@ def pooled(context: Encoded) -> jax.Array:
 def sampling(config: Pi0Config, params: Any, seen: Observation, *, way: str) -> Values:
     """Features, and chunks of one and of many candidates.
 
-    The way is `velocity`, called again in every step; `stacked`, prepared in the same call; or `served`, from weights
-    that were prepared before it.
+    Ways: `velocity` calls the policy in every step; `stacked` prepares weights in the same call; `served` takes weights
+    prepared before it.
     """
     policy, size = Pi0(config), len(seen.state)
 
@@ -132,12 +134,12 @@ def sampling(config: Pi0Config, params: Any, seen: Observation, *, way: str) -> 
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Root mean square of the difference over that of the second."""
+    """Root mean square of the difference, relative to that of the second."""
     return float(np.sqrt(np.square(a - b).mean() / max(np.square(b).mean(), 1e-30)))
 
 
 def compare(name: str, fast: Values, plain: Values, exact: Values) -> bool:
-    """Print both distances to float32; is the fast one good enough?"""
+    """Print both distances to float32; returns whether the fast one is close enough."""
     good = True
     for what, values in fast.items():
         ours, theirs = distance(values, exact[what]), distance(plain[what], exact[what])
@@ -148,7 +150,7 @@ def compare(name: str, fast: Values, plain: Values, exact: Values) -> bool:
 
 
 def attempted(name: str, check: Callable[[], bool]) -> bool:
-    """The check; an error is a failure with its message, and the others go on."""
+    """Run a check; an exception is printed as a failure, so that other checks still run."""
     begin = time.perf_counter()
     try:
         good = check()
@@ -160,7 +162,7 @@ def attempted(name: str, check: Callable[[], bool]) -> bool:
 
 
 def models(preset: str, kernel: Attention, size: int, parts: list[str]) -> bool:
-    """Every fast path of one model."""
+    """Check every fast path of one model."""
     half = small(replace(get_preset(preset), dtype="bfloat16", attention="plain", remat="full"))
     single, fast = replace(half, dtype="float32"), replace(half, attention=kernel)
     seen, params = observation(half, size), jax.jit(lambda: weights(Pi0(half)))()
@@ -193,7 +195,7 @@ SHAPES = {
 
 
 def timings(repeats: int = 5) -> None:
-    """Milliseconds of each kernel, forward and (where there is one in training) forward with backward."""
+    """Milliseconds of each attention kernel: forward and, where training has one, forward plus backward."""
     for name, (of_queries, of_keys, has_length) in SHAPES.items():
         q, k, v = (
             jax.random.normal(jax.random.fold_in(jax.random.key(7), i), shape, jnp.bfloat16)
@@ -222,7 +224,7 @@ def timings(repeats: int = 5) -> None:
 
 
 def main() -> int:
-    """Compare, time, and say whether all is well."""
+    """Compare and time; returns 0 if all checks pass."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--presets", default="pi0", help="separated by commas")
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "xla"))

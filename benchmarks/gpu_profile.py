@@ -1,9 +1,9 @@
-"""Where the time of a full-size step goes: its parts, each against what its arithmetic would take at the matmul rate.
+"""Profile of a full-size step: the time of its parts, compared with their FLOPs at the matmul rate.
 
     PYTHONPATH=src python benchmarks/gpu_profile.py --rows bc,awr --augment
 
-Rows are those of `gpu.py`. A part is a `jax.named_scope` in the models and agents. Times are of the GPU's kernels, from
-jax's profiler; what no kernel fills is shown as idle. Operations are the model's own: recomputation has none, so it
+Rows are those of `gpu.py`. A part is a `jax.named_scope` in the models and agents. Times are those of GPU kernels, from
+jax's profiler; time without a kernel is shown as idle. FLOPs are the model's, without recomputation, which therefore
 shows as distance from the floor.
 """
 
@@ -35,7 +35,7 @@ STEPS = 3
 
 
 def kind(kernel: str) -> str:
-    """What a kernel does, by its name."""
+    """A kernel's category, from its name."""
     patterns = {
         "attention": r"fmha|flash|attention|sdpa|cudnn",
         "product": r"gemm|nvjet|cutlass|cublas|xmma",
@@ -45,7 +45,7 @@ def kind(kernel: str) -> str:
 
 
 def traced(run: Any) -> list[tuple[str, str, float, float]]:
-    """(operation, kernel, start, milliseconds) of every kernel that ran on the GPU in `run`."""
+    """(operation, kernel, start, milliseconds) of every GPU kernel executed by `run`."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -63,7 +63,7 @@ def traced(run: Any) -> list[tuple[str, str, float, float]]:
 
 
 def program(row: gpu.Row, args: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
-    """(compiled program, a call of it, operations by part)."""
+    """(compiled program, a function that calls it, FLOPs by part)."""
     config = gpu.sized(replace(get_preset(args.preset), remat=args.remat, attention=args.attention), row)
     counted = replace(config, remat="none", attention="plain")
     cameras, key = min(row.cameras, len(config.cameras)), jax.random.key(2)
@@ -134,7 +134,7 @@ def show(row: gpu.Row, args: argparse.Namespace, rate: float) -> None:
 
 
 def main() -> int:
-    """Profile the rows that were asked for."""
+    """Profile the chosen rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="pi0")
     parser.add_argument("--rows", default="bc,awr", help="names of rows of gpu.py, separated by commas")

@@ -1,14 +1,13 @@
-"""What the compiler makes of a full-size step for a GPU, on a machine without one: memory, and what each loop does.
+"""The GPU program of a full-size step, compiled on a machine without a GPU: its memory, and what each loop does.
 
     pip install --no-deps "jax-cuda13-plugin==VERSION" "jax-cuda13-pjrt==VERSION" nvidia-cuda-nvcc nvidia-nvvm
     PYTHONPATH=src python benchmarks/gpu_program.py --rows bc,awr --loops
     PYTHONPATH=src python benchmarks/gpu_program.py --rows bc-8 --devices 8 --fsdp 8
 
-VERSION is that of jax, 0.11 or later. Rows are those of `gpu.py`. Nothing is run and no weights are made; the GPU is an
-H200 that exists as a description only. Attention is plain: cuDNN's kernels are not made without a device. Products are
-not tuned either, so that times cannot be told; but which products write in place, what is copied, and how much memory
-all takes is as on the device. `untuned` marks products that would not be tuned there: they read or write a part of a
-stack in place, and cuBLAS's first choice is used.
+VERSION is jax's, 0.11 or later. Rows are those of `gpu.py`. Nothing runs and no weights are made; the GPU is only a
+description of an H200. Attention is plain, because cuDNN's kernels need a device. GEMMs are not autotuned, so times are
+unknown; but in-place writes, copies and memory are as on the device. `untuned` marks GEMMs that would not be tuned on a
+device either: they read or write a slice of a stack in place and use cuBLAS's default algorithm.
 """
 
 import argparse
@@ -52,7 +51,7 @@ KERNELS = "fusion|custom-call|copy|fusion-start|dynamic-slice|dynamic-update-sli
 
 
 def program(row: gpu.Row, remat: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The row's step, compiled for the devices; each takes as many samples as the row has."""
+    """The row's step, compiled for the mesh; each device gets the row's batch."""
     config = gpu.sized(replace(get_preset("pi0"), remat=remat, attention="plain"), row)
     agent, key = gpu.make_agent(config, row, augment=False), jax.random.key(0)
     state = jax.eval_shape(agent.init, key)
@@ -63,12 +62,12 @@ def program(row: gpu.Row, remat: Any, mesh: jax.sharding.Mesh) -> Any:
 
     batch = jax.tree.map(lambda x: placed(x, data_sharding(mesh)), data)
     step = Step(agent, mesh, state).lower(sharded_shapes(mesh, state), batch, placed(key, replicated(mesh)))
-    # Triton's products are chosen by trying them, which takes a device.
+    # cuBLAS only: Triton's GEMMs are chosen by timing, which needs a device.
     return step.compile(compiler_options=compiler.TRAINING | compiler.TRANSFORMER)
 
 
 def loops(text: str, least: int) -> Iterator[str]:
-    """Per loop, and at last for the program around them, what has results of so many bytes at least."""
+    """Instructions with results of at least `least` bytes, per loop and for the program around the loops."""
     bodies = set(re.findall(r"body=%([\w.\-]+)", text))
     for computation in re.split(r"\n(?=%|ENTRY)", text):
         head = re.match(r"(ENTRY )?%([\w.\-]+)", computation)
@@ -89,7 +88,7 @@ def loops(text: str, least: int) -> Iterator[str]:
 
 
 def main() -> int:
-    """Compile the rows that were asked for."""
+    """Compile the chosen rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", default="bc", help="names of rows of gpu.py, separated by commas")
     parser.add_argument("--remat", default="names", choices=("none", "names", "dots", "full"))

@@ -1,10 +1,10 @@
-"""Does novelty tell conditions the policy never saw from those it was trained on? On the simulated tabletop.
+"""Whether the novelty score separates unseen conditions from training conditions, on the simulated tabletop.
 
     python benchmarks/novelty.py checkpoints/bc_tabletop/first demos/tabletop --out docs/results/novelty.json
 
-Every fifth of the dataset's episodes is kept from the fit, and changed in ways that a camera or a person might. The
-last rows are first frames of new episodes with a block where or as it never was, against those as in training. AUC: how
-often a changed frame is farther from the data than one that is not. Refused: beyond the limit.
+Every fifth episode is held out from the fit and altered as a camera or a person might. The last rows compare first
+frames of new episodes with unseen block positions or colours with unaltered ones. AUC: probability that an altered
+frame is farther from the data than an unaltered one. Refused: share of frames beyond the limit.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def frames(features: Features, dataset: str, most: int) -> tuple[Seen, Any]:
-    """(observations of whole episodes, the number of each one's episode)."""
+    """(observations of whole episodes, episode number of each)."""
     recorded = Recorded(features.transform.robot, dataset, size=features.transform.image_size[0])
     seen: Seen = []
     owner: list[int] = []
@@ -81,7 +81,7 @@ def frames(features: Features, dataset: str, most: int) -> tuple[Seen, Any]:
 
 
 def ways_to_judge(x: Any, episode: Any) -> dict[str, tuple[Score, float]]:
-    """Scores and their limits: pirl's own, and others fitted to the same frames with the same rule for the limit."""
+    """(score, limit) by name: pirl's own, and alternatives fitted to the same frames with the same rule for limits."""
     found: dict[str, tuple[Score, float]] = {"nearest frame": (novelty.fit(x, episode, weights="").of, 1.0)}
     fold = np.random.default_rng(0).permutation(episode.max() + 1)[episode] % novelty.FOLDS
     others: dict[str, Callable[[Any], Score]] = {
@@ -99,7 +99,7 @@ def ways_to_judge(x: Any, episode: Any) -> dict[str, tuple[Score, float]]:
 
 
 def mahalanobis(known: Any, share: float) -> Score:
-    """Distance to the mean, with a covariance that is shrunk to a multiple of one."""
+    """Mahalanobis distance to the mean, with the covariance shrunk towards a multiple of the identity."""
     mean, std = known.mean(0), known.std(0)
     std = np.where(std > 1e-6 * std.max(), std, np.inf)
     covariance = np.cov(((known - mean) / std).T)
@@ -109,7 +109,7 @@ def mahalanobis(known: Any, share: float) -> Score:
 
 
 def fifth_nearest(known: Any) -> Score:
-    """As pirl's own, but to the fifth nearest frame."""
+    """Like pirl's score, but with the distance to the fifth nearest frame."""
     mean, directions, kept = novelty.frames(known)
 
     def score(rows: Any) -> Any:
@@ -121,7 +121,7 @@ def fifth_nearest(known: Any) -> Score:
 
 
 def changes() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-    """What may happen to an observation."""
+    """Alterations of an observation, by name."""
     rng = np.random.default_rng(0)
 
     def picture(change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -151,7 +151,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def starts(count: int, *, colour: str | None = None, area: Any = None) -> Seen:
-    """First frames of episodes that no dataset has."""
+    """First frames of new episodes, optionally with another block colour or area."""
 
     def look() -> Iterator[dict[str, Any]]:
         table = Tabletop(TabletopConfig(), 1)

@@ -1,19 +1,19 @@
-"""Training on 8 GPUs and fewer, predicted on a CPU: what fits where, and what travels between the devices.
+"""Training on up to 8 GPUs, predicted on a CPU: memory per device, and traffic between devices.
 
     PYTHONPATH=src python benchmarks/plan.py --table                        largest batches of π₀ by mode and GPU
     PYTHONPATH=src python benchmarks/plan.py --traffic bc --size full       collectives of one step (minutes to compile)
     PYTHONPATH=src python benchmarks/plan.py --traffic awr --size small --fsdp 4
     PYTHONPATH=src python benchmarks/plan.py --formula                      what the formula says of full-size π₀
 
-Nothing is run and no weights are made. The table is `pirl.planning.plan`. Traffic is read off the program that XLA
-makes of the real training step for 8 simulated devices, right after it has divided it among them: from there on it is
-the same for every backend. CPUs then turn bfloat16 into float32, and have no reduce-scatter; GPUs make one of an
-all-reduce of which each device keeps its own part, and so does this count.
+Nothing runs and no weights are made. The table is `pirl.planning.plan`. Traffic is counted in XLA's program of the real
+training step for 8 simulated devices right after SPMD partitioning, where it is still the same for every backend. Later
+passes for CPUs convert bfloat16 to float32 and have no reduce-scatter; GPUs make one from an all-reduce of which each
+device keeps its part, and this count does the same.
 
-The formula: every pass over a part of the model gathers its matrices, in the type they multiply in, and the backward
-pass one more time; gradients are reduced once, in that type. Of the embedding only the prompts' rows travel. The
-critic and the heads are left out. `--traffic` says how far the formula is off, so that it can be trusted for sizes that
-take too long to compile here.
+The formula: every forward pass over a part of the model gathers its matrices, in the compute dtype, and the backward
+pass once more; gradients are reduced once, in that dtype. Of the embedding only the prompts' rows travel. Critic and
+heads are left out. `--traffic` prints the formula's error, which shows whether to trust it for sizes that take too long
+to compile here.
 """
 
 import argparse
@@ -50,9 +50,9 @@ from pirl.training.step import Step
 
 DEVICES = 8
 GPUS = {"24 GB": 24, "40 GB": 40, "80 GB": 80, "141 GB": 139}
-"""Cards, and the GiB that nvidia-smi says they have."""
+"""GPUs -> GiB as reported by nvidia-smi."""
 BANDWIDTH = {"NVLink (H100, H200)": 350e9, "PCIe 4.0 x16": 20e9}
-"""Bytes per second that a device receives while all of them do: assumed, of 450 and 32 GB/s on paper. Not measured."""
+"""Bytes per second that each device receives while all do: assumed (450 and 32 GB/s nominal), not measured."""
 
 MODES: dict[str, tuple[str, dict[str, Any], str]] = {
     "BC, all weights, EMA": ("bc_aloha_fold", {}, "pi0"),
@@ -62,7 +62,7 @@ MODES: dict[str, tuple[str, dict[str, Any], str]] = {
     "RIPT, all weights": ("ript_aloha_transfer", {"freeze": "full"}, "pi0"),
     "RIPT, LoRA": ("ript_aloha_transfer", {"freeze": "lora"}, "pi0_lora"),
 }
-"""What is trained: a recipe, its changes, the model."""
+"""Mode -> (recipe, changed settings, model preset)."""
 SHORT = {"bc": "BC, all weights, EMA", "awr": "ACRLPD, all weights, EMA", "ript": "RIPT, all weights"}
 
 SIZES = {
@@ -78,11 +78,11 @@ SIZES = {
     ),
     "full": Pi0Config(),
 }
-"""π₀, and two that are alike in shape: every matrix that is sharded in π₀ is above 4 MiB here too, or nearly so."""
+"""π₀, and two smaller models of similar shape: matrices sharded in π₀ have at least about 4 MiB here too."""
 
 
 def mode_config(mode: str, *, size: Pi0Config | None = None, **model: Any) -> RLTrainConfig:
-    """A mode of training with three cameras and chunks of 50 steps."""
+    """The configuration of a mode, with three cameras and chunks of 50 steps."""
     recipe, change, preset = MODES[mode]
     config = replace(get_config(recipe), model=PRESETS[preset] if size is None else size)
     agent = {"accumulate": 1}
@@ -97,7 +97,7 @@ def mode_config(mode: str, *, size: Pi0Config | None = None, **model: Any) -> RL
 
 
 def table() -> Iterator[str]:
-    """Markdown: GiB at 8 samples per device, and the largest batch per device on each GPU."""
+    """Markdown table: GiB at 8 samples per device, and the largest batch per device on each GPU."""
     yield f"| mode | devices | GiB, `full` / `names` | {' | '.join(GPUS)} |"
     yield f"|---|---|---|{'---|' * len(GPUS)}"
     for mode in MODES:
@@ -114,7 +114,7 @@ def table() -> Iterator[str]:
 
 
 def cell(configs: dict[Remat, RLTrainConfig], gib: int) -> str:
-    """The largest batch per device: with `names` where that leaves room for 8, else with `full`."""
+    """The largest batch per device: with remat `names` if that fits 8 samples, else with `full`."""
     for remat, least in (("names", 8), ("full", 1)):
         config = configs[remat]
         found = plan(config, device_gb=gib)
@@ -124,7 +124,7 @@ def cell(configs: dict[Remat, RLTrainConfig], gib: int) -> str:
     return "no"
 
 
-# What travels
+# Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +136,15 @@ class Collective:
     size: int
     """Bytes of the whole array."""
     group: int
-    """Devices that take part."""
+    """Number of participating devices."""
     times: int
-    """How often it runs in one step."""
+    """Executions per step."""
     scope: str
-    """Where in the program it is."""
+    """Its `jax.named_scope` path."""
 
     @property
     def received(self) -> float:
-        """Bytes that one device receives in a step, by the algorithms that take least (rings)."""
+        """Bytes that one device receives per step, with bandwidth-optimal (ring) algorithms."""
         share = (self.group - 1) / self.group if self.kind != "collective-permute" else 1
         return self.times * self.size * share * (2 if self.kind == "all-reduce" else 1)
 
@@ -157,7 +157,7 @@ MOVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 
 
 def collectives(text: str) -> list[Collective]:
-    """All of a program in XLA's text, with the turns of the loops around them."""
+    """All collectives in a program's HLO text, with the trip counts of the loops around them."""
     programs: dict[str, list[tuple[str, str, str, str]]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -169,7 +169,7 @@ def collectives(text: str) -> list[Collective]:
             programs[name].append((found[1], found[2], found[3], found[4]))
 
     def turns(condition: str) -> int:
-        """A loop's condition compares a counter with a constant; one that the data end counts once."""
+        """A loop's trip count, from the constant in its condition; 1 for data-dependent loops."""
         bounds = [rest for _, kind, op, rest in programs[condition] if op == "constant" and kind.startswith("s32[]")]
         return int(bounds[0].split(")")[0]) if len(bounds) == 1 else 1
 
@@ -206,7 +206,7 @@ def _bytes(kind: str) -> int:
 
 
 def _group(rest: str) -> int:
-    """Devices of one group, in each of the ways XLA writes them."""
+    """Number of devices per replica group, in any of XLA's notations."""
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
@@ -218,7 +218,7 @@ def _group(rest: str) -> int:
 
 
 def _kept(lines: list[Any], label: str) -> int:
-    """Bytes of what each device cuts out of a result for itself; 0 if anything else reads it."""
+    """Bytes of the slice that each device takes of a result; 0 if anything else reads the result."""
     for _ in range(4):
         readers = [line for line in lines if re.search(rf"%{re.escape(label)}\b", line[3])]
         if len(readers) != 1:
@@ -232,7 +232,7 @@ def _kept(lines: list[Any], label: str) -> int:
 
 
 def partitioned(config: RLTrainConfig, fsdp: int) -> str:
-    """The training step as XLA divides it among the devices."""
+    """HLO text of the training step after SPMD partitioning."""
     mesh = make_mesh(fsdp)
     agent, key = build_agent(config), jax.random.key(0)
     shapes = jax.eval_shape(agent.init, key)
@@ -249,13 +249,13 @@ def partitioned(config: RLTrainConfig, fsdp: int) -> str:
 
 
 def formula(config: RLTrainConfig, fsdp: int) -> dict[str, float]:
-    """Bytes that one device receives in a step: {where: bytes}."""
+    """Bytes that one device receives per step, by cause."""
     model, agent = config.model, config.agent
     assert isinstance(model, Pi0Config)
     encodes, flows, sampled = 1, 1, 0
     if isinstance(agent, ACRLPDConfig):
-        # The next observation; candidates at s and s', from weights gathered before the loop, in float32 (seen in the
-        # compiled program), and before them π₀'s token of the state.
+        # Two encodings (s and s'); candidates at both, from weights gathered before the loop in float32 (as seen in the
+        # compiled program), preceded by π₀'s state token.
         encodes, flows = 2, 1 if model.pi05 else 3
         sampled = 2 * 2
     elif isinstance(agent, RIPTConfig):
@@ -270,7 +270,7 @@ def formula(config: RLTrainConfig, fsdp: int) -> dict[str, float]:
             continue
         size = width * math.prod(leaf.shape)
         if path.startswith("PaliGemma/llm/embedder/"):
-            # Looked up where it lies. Its gradient is float32, and summed over the devices that hold the same part.
+            # Rows are looked up on the shard's owner. The gradient is float32, summed over devices with the same shard.
             copies = DEVICES // fsdp
             received["gradients"] += trains[path] * leaf_bytes(leaf) / fsdp * 2 * (copies - 1) / copies
             found = leaf_bytes(leaf) / leaf.shape[0] * config.batch_size * model.token_len
@@ -279,20 +279,20 @@ def formula(config: RLTrainConfig, fsdp: int) -> dict[str, float]:
             continue
         expert, vision = "_1/" in path, path.startswith("PaliGemma/img/")
         if not (expert or vision or "kv_einsum" in path):
-            # Of the VLM's last layer only keys and values are read.
+            # Only keys and values of the VLM's last layer are used.
             size = size * (model.vlm.depth - 1) // model.vlm.depth
         share = (fsdp - 1) / fsdp * size
         passes = flows if expert and not vision else encodes
         received["forward"] += share * passes
         received["candidates"] += share * (sampled if expert and not vision else 0)
         received["backward"] += share
-        # Where the batch is split further than the weights, gradients are summed over all devices, and then cut.
+        # If fsdp is smaller than the number of devices, gradients are summed over all devices, then sliced.
         received["gradients"] += trains[path] * size * across
     return dict(received)
 
 
 def traffic(config: RLTrainConfig, fsdp: int) -> None:
-    """Print what travels in a step, by kind and by place, and what the formula says."""
+    """Print a step's traffic by kind and by part, and the formula's prediction."""
     found = collectives(partitioned(config, fsdp))
     total = sum(c.received for c in found)
     by_kind: Counter[str] = Counter()
@@ -315,7 +315,7 @@ def traffic(config: RLTrainConfig, fsdp: int) -> None:
 
 
 def place(scope: str) -> str:
-    """Which part of the step an instruction belongs to."""
+    """The part of the step that an instruction's scope belongs to."""
     part = next(
         (p for p in ("candidates", "siglip", "vlm", "expert", "critic", "optimizer") if p in scope), "elsewhere"
     )
@@ -323,13 +323,13 @@ def place(scope: str) -> str:
 
 
 def times(received: float) -> None:
-    """Print how long that takes where nothing else goes on."""
+    """Print the transfer times without overlap."""
     for name, rate in BANDWIDTH.items():
         print(f"    {1e3 * received / rate:7.0f} ms over {name}, at {rate / 1e9:.0f} GB/s (assumed)")
 
 
 def main() -> int:
-    """Print what is asked for."""
+    """Print the chosen tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--table", action="store_true", help="what fits on which GPU")
     parser.add_argument("--traffic", choices=SHORT, help="compile this step and count its collectives")

@@ -1,9 +1,9 @@
-"""Updates per second of Q-chunking's own networks: 4 × 512, batches of 256, best of 32, ten Euler steps, from states.
+"""Updates per second with Q-chunking's networks: 4 × 512, batches of 256, best of 32, ten Euler steps, from states.
 
     PYTHONPATH=src python benchmarks/qc.py
 
-Data lie on the device, and many updates run in one program, as for a state-based benchmark such as OGBench's. Needs
-jax, optax and jaxtyping.
+Data stay on the device, and many updates run in one program, as in a state-based benchmark such as OGBench. Needs jax,
+optax and jaxtyping.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pirl.planning.flops import count_flops
 from pirl.training.config import AdamW, ConstantSchedule
 
 STATE, ACTION, HORIZON, WIDTH = 37, 5, 5, 512
-"""OGBench's cube-double: what the state, an action and a chunk are made of."""
+"""Sizes of OGBench's cube-double."""
 
 
 def make_agent(dtype: DType, width: int) -> ACRLPD:
@@ -51,7 +51,7 @@ def make_agent(dtype: DType, width: int) -> ACRLPD:
 
 
 def dataset(rows: int) -> dict[str, Any]:
-    """Transitions out of the air, on the device."""
+    """Random transitions on the device."""
     keys = jax.random.split(jax.random.key(0), 4)
     chunks = jax.random.uniform(keys[2], (rows, HORIZON, ACTION), minval=-1.0)
     return {
@@ -69,7 +69,7 @@ def dataset(rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure each type and print."""
+    """Measure each dtype and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=500, help="in one program")
     parser.add_argument("--batch", type=int, default=256)

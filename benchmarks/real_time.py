@@ -4,14 +4,15 @@
 
 Ways to bridge the latency:
 
-    waits      executes half a chunk, then stands still until the next is there, as a stock client does
-    takes up   asks after `--execute` steps of its chunk, goes on with the rest, takes the new one up where the world is
+    waits      executes half a chunk, then stands still until the next one arrives, like a stock client
+    takes up   requests a chunk after `--execute` steps, continues with the old one, and joins the new one at its
+               current step
     guided     the same with real-time chunking by guidance
-    trained    the same with the checkpoint of `--trained`, which learned to go on from given steps; "not told": of the
-               same weights, without given steps
+    trained    the same with the checkpoint of `--trained`, trained to continue given steps; "not told": the same
+               weights without given steps
 
-Time is counted in control steps (`--hz` of them a second), so the numbers do not depend on this machine. All ways meet
-the same initial states and the same noise.
+Time is counted in control steps (`--hz` per second), so the numbers do not depend on the machine. All ways have the
+same initial states and the same noise.
 """
 
 import argparse
@@ -32,22 +33,22 @@ from pirl.serve.planner import Planner
 from pirl.training.acting import open_checkpoint
 
 MOVES = slice(0, 2)
-"""Of the tabletop's action; the third number is the gripper."""
+"""The movement in the tabletop's action; the third element is the gripper."""
 
 
 class Row(NamedTuple):
-    """One latency, one way."""
+    """Results of one latency and way."""
 
     latency_ms: int
     steps: int
     way: str
     success: Rate
     jump: float
-    """Mean distance between a new chunk's first move and what the old one had planned for then; both are at most √2."""
+    """Mean distance between a new chunk's first move and the old chunk's move for that step; each is at most √2."""
     change: float
     """Mean distance between successive moves."""
     length: float
-    """Mean control steps of an episode that succeeds."""
+    """Mean control steps of successful episodes."""
     jerk: float
     """Mean third difference of the gripper's path, in full moves."""
 
@@ -116,12 +117,12 @@ def table(ways: Mapping[str, tuple[Planner, bool]], args: argparse.Namespace) ->
 
 
 def differences(moves: Sequence[Any], order: int) -> float:
-    """Mean size of the moves' differences of this order; the moves themselves are first differences of the path."""
+    """Mean norm of the moves' differences of this order; moves are themselves first differences of the path."""
     return float(np.mean(np.concatenate([np.linalg.norm(np.diff(one, n=order, axis=0), axis=1) for one in moves])))
 
 
 def waiting(planner: Planner, number: int, execute: int, late: int, limit: int | None) -> tuple[bool, Any, list[float]]:
-    """As `episode`, of a robot that holds what it has and stands still for `late` steps between two chunks."""
+    """Like `episode`, for a robot that stands still for `late` steps between two chunks."""
     env = make_env(TabletopConfig(max_steps=limit))
     env.begin(Context(env.tasks[number % len(env.tasks)], number))
     chunk: Any = None
@@ -146,7 +147,7 @@ def waiting(planner: Planner, number: int, execute: int, late: int, limit: int |
 def episode(
     planner: Planner, number: int, execute: int, late: int, limit: int | None, *, real_time: bool
 ) -> tuple[bool, Any, list[float]]:
-    """Whether it succeeded, its moves, and how far each new chunk began from where the old one would have gone on."""
+    """(success, moves, distance of each new chunk's first move from the old chunk's move for that step)."""
     env = make_env(TabletopConfig(max_steps=limit))
     env.begin(Context(env.tasks[number % len(env.tasks)], number))
     chunk, at = plan(planner, env.observe(), (number, 0), None, 0), 0
@@ -168,7 +169,7 @@ def episode(
 
 
 def move(action: Any) -> Any:
-    """As the table clips it."""
+    """The action's movement, clipped as by the tabletop."""
     return np.clip(action[MOVES], -1, 1)
 
 

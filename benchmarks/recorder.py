@@ -1,8 +1,8 @@
-"""How much a recorder disturbs a robot's control loop: the same loop with and without it, camera pictures as video.
+"""Effect of a recorder on a robot's control loop: the same loop with and without it, camera images as video.
 
     python benchmarks/recorder.py --seconds 20 --fps 50 --cameras 3
 
-Prints by how much steps begin late, and how long `Recorder.step` takes. The loop sleeps in between, as a robot's does.
+Prints how late steps begin, and how long `Recorder.step` takes. The loop sleeps between steps, like a robot's.
 """
 
 import argparse

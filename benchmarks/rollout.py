@@ -1,9 +1,9 @@
-"""How fast rollouts are: the tabletop alone, the policy alone, and both together.
+"""Speed of rollouts: the tabletop alone, the policy alone, and both together.
 
     python benchmarks/rollout.py             on this machine, about two minutes of CPU time
 
-Rates are per CPU-second of this process or ratios within one run, since machines are shared. The policy is the tiny π₀
-of the tabletop recipes with fresh weights: what it does means nothing, what it costs does.
+Rates are per CPU-second of this process, or ratios within one run, because machines are shared. The policy is the tiny
+π₀ of the tabletop recipes with random weights: only its cost matters.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SIZES = (1, 16, 64, 256)
 
 
 def env_rates(size: int, *, steps: int = 400) -> dict[str, float]:
-    """Environment steps per CPU-second, with a picture after each and without."""
+    """Environment steps per CPU-second, with and without an image after each step."""
     rates = {}
     for name, pictures in (("with pictures", True), ("without", False)):
         batch = make_batch(TabletopConfig(), size)
@@ -49,7 +49,7 @@ def env_rates(size: int, *, steps: int = 400) -> dict[str, float]:
 
 
 def run(pool: EnvPool, num_envs: int, episodes: int) -> dict[str, float]:
-    """Collect episodes; where the time went."""
+    """Collect episodes; returns the rate and the shares of time."""
     recipe = get_config("bc_tabletop")
     config = replace(recipe, rollout=replace(recipe.rollout, num_envs=num_envs))
     stats = {

@@ -1,13 +1,13 @@
-"""How long a robot waits for `pirl serve`: one robot, best-of-N, real-time chunking, and a fleet, over loopback.
+"""Latency of `pirl serve` over loopback: one robot, best-of-N, real-time chunking, and a fleet.
 
     python benchmarks/serve.py --preset none                                 what all but the model costs
     python benchmarks/serve.py --preset pi0_tiny                             small, on a CPU
     python benchmarks/serve.py --preset pi0 --robots 16 --hz 2 --best-of 8   full-size, on a GPU
 
 The server runs in this process, with random weights and three cameras of 224 px; robots are threads of another process
-with pirl's own client. One robot asks again as soon as it has a reply. A fleet asks at a fixed rate, each robot at a
-time of its own; a robot whose reply is late skips its turn. Times are from the request being sent to the reply being
-read, without the first five. With `--preset none` every plan is the same stored answer, 50 actions, at once.
+with pirl's client. A single robot sends its next request as soon as it has a reply. A fleet sends at a fixed rate, with
+staggered phases; a robot whose reply is late skips its turn. Times are from sending a request to having read the reply,
+without the first five. With `--preset none` every plan is a stored answer of 50 actions, without a model.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PUBLISHED = (
     ("SGLang #34256, π₀.₅, H200 (over HTTP)", 47.7),
     ("vLLM-Omni #6524, π₀.₅, RTX PRO 5000 (end to end)", 45.6),
 )
-"""Others' own figures in ms, 3 cameras and ten flow steps, on the machines they name."""
+"""Others' published figures in ms, with 3 cameras and ten flow steps, on their machines."""
 LEFT_OUT = 5
 NONE = "none"
 
@@ -96,7 +96,7 @@ def row(
 
 @contextmanager
 def serving(preset: str, *, best_of: int, real_time: bool, max_batch: int) -> Iterator[Any]:
-    """A server of random weights in a thread of this process."""
+    """Run a server with random weights in a thread of this process."""
     import jax
 
     from pirl.agents.acrlpd import ACRLPD
@@ -115,7 +115,7 @@ def serving(preset: str, *, best_of: int, real_time: bool, max_batch: int) -> It
     recipe = get_config("acrlpd_aloha_fold")
     model = get_preset("pi0_tiny" if preset == NONE else preset)
     model = replace(model, cameras=CAMERAS, horizon=recipe.model.horizon, action_dim=32)
-    if preset == NONE:  # messages of the usual size
+    if preset == NONE:  # messages of realistic size
         model = replace(model, image_size=224, vision=replace(model.vision, patch_size=112), horizon=50)
     rollout = replace(recipe.rollout, best_of=best_of)
     data = replace(recipe.data, cameras=CAMERAS, tokenizer="byte")
@@ -151,7 +151,7 @@ def serving(preset: str, *, best_of: int, real_time: bool, max_batch: int) -> It
 
 
 def unit_stats(state_dim: int, action_dim: int) -> Any:
-    """Statistics that change nothing."""
+    """Identity normalisation statistics."""
     from pirl.data.normalize import NormStats
 
     return {
@@ -169,7 +169,7 @@ def robots(
     seconds: float = 1e9,
     continues: bool = False,
 ) -> dict[str, Any]:
-    """Times of all requests of some robots, in seconds; each waits for its reply before it asks again."""
+    """Request times of several robots, in seconds; each waits for its reply before the next request."""
     from pirl.robot.client import PolicyClient
     from pirl.robot.keys import DELAY, EXECUTED
 

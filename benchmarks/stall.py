@@ -4,13 +4,13 @@
     PYTHONPATH=src python benchmarks/stall.py --row awr --decode     ACRLPD, the pool decodes PNGs while training
     PYTHONPATH=src python benchmarks/stall.py --gap 750              a pause instead of the update: needs no GPU
 
-A dataset of noisy pictures is made first, and forgotten by the system's own cache, as one that does not fit into memory
-would be. A pool's episodes serve as many batches as by default (500 for 64), but pools are small, so that several take
-over while it is measured. Batches hold the pictures of s and s', for BC too, which trains without s'.
+First writes a dataset of noisy images and drops it from the page cache, as if it did not fit into memory. A pool's
+episodes serve as many batches as by default (500 for 64), but pools are small, so that several are swapped in while
+measuring. Batches hold the images of s and s', also for BC, which does not need s'.
 
-Two numbers say what data costs. `stall_fraction` is training's own: how long the host waited for batches, while the
-device may still have been busy with the step before. `lost` is what a step takes longer than on a batch that is on the
-device already. Needs what `gpu.py` needs, and the data layer's packages except PyAV: no video is read.
+Two numbers measure the cost of data. `stall_fraction` is training's metric: the host's waiting time for batches, during
+which the device may still be busy with the previous step. `lost` is the extra time of a step compared with a batch that
+is already on the device. Needs what `gpu.py` needs, and the data layer's packages except PyAV: no video is read.
 """
 
 import argparse
@@ -57,16 +57,16 @@ from pirl.training.step import Step as TrainingStep
 
 FPS, TASK, DISCOUNT = 50, "move the red cube", 0.99
 HELD = 10
-"""Updates on a batch that is on the device already."""
+"""Updates on a batch that is already on the device."""
 LONGEST = 30.0
-"""Seconds after which the loader alone is asked for no more batches."""
+"""Most seconds for measuring the loader alone."""
 
 Step = Callable[[Any], Any]
-"""Learns from a batch; what it returns can be waited for."""
+"""Trains on a batch; returns arrays to wait for."""
 
 
 def pictures(episode: int, camera: int, steps: int, size: int) -> np.ndarray:
-    """Blocks of colour that move past a noisy camera."""
+    """Images of moving colour blocks with camera noise."""
     rng = np.random.default_rng([episode, camera])
     blocks = rng.integers(0, 224, ((size + steps) // 8 + 1, size // 8 + 1, 3), np.uint8)
     texture = blocks.repeat(8, 0).repeat(8, 1)[: size + steps, :size]
@@ -76,7 +76,7 @@ def pictures(episode: int, camera: int, steps: int, size: int) -> np.ndarray:
 
 
 def png(picture: np.ndarray) -> bytes:
-    """Written by hand, because zlib lets other threads run meanwhile."""
+    """Encode a PNG by hand, because zlib releases the GIL."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
@@ -89,7 +89,7 @@ def png(picture: np.ndarray) -> bytes:
 
 
 def write_dataset(root: Path, keys: Sequence[str], dims: int, args: argparse.Namespace) -> None:
-    """A LeRobot dataset with these cameras. Its files hold pictures only if the pool is to decode them."""
+    """Write a LeRobot dataset with these cameras. Its files hold images only with --decode."""
     columns = (names.LEROBOT_STATE, names.LEROBOT_ACTION)
     features: dict[str, Any] = {key: {"dtype": "image", "shape": [args.size, args.size, 3]} for key in keys}
     features |= {key: {"dtype": "float32", "shape": [dims]} for key in columns}
@@ -115,18 +115,18 @@ def write_dataset(root: Path, keys: Sequence[str], dims: int, args: argparse.Nam
     info = {"codebase_version": V21, "fps": FPS, "features": features, "data_path": DATA_PATH[V21]}
     (root / "meta/episodes.jsonl").write_text("\n".join(map(json.dumps, episodes)))
     (root / "meta/tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": TASK}))
-    (root / INFO_FILE).write_text(json.dumps(info | {"chunks_size": args.episodes}))  # last: it makes it a dataset
+    (root / INFO_FILE).write_text(json.dumps(info | {"chunks_size": args.episodes}))  # last: marks completion
 
 
 def open_dataset(folder: Path, config: Pi0Config, args: argparse.Namespace) -> tuple[LeRobotSource, Robot]:
-    """In the pool tier, made if it is not there, and no longer in the system's memory."""
+    """The dataset in the pool tier; written if missing, and dropped from the page cache."""
     dims = gpu.real_dim(config)
     cameras = {slot: f"{names.LEROBOT_IMAGES}.{slot}" for slot in config.cameras[: args.cameras]}
     robot = make_robot(name="arm", state_dim=dims, action_dim=dims, cameras=cameras)
     root = folder / f"{args.episodes}x{args.steps}x{len(cameras)}x{args.size}-{dims}{'-png' if args.decode else ''}"
     if not (root / INFO_FILE).exists():
         write_dataset(root, list(cameras.values()), dims, args)
-    # An episode is never kept for the next pass: in a large dataset that is too far away.
+    # Keep no episode for the next pass, as in a dataset much larger than memory.
     cache = CacheConfig(tier="pool", folder=str(folder / "frames"), pool_bytes=0)
     source = LeRobotSource(root, cameras=cameras, image_size=config.image_size, cache=cache)
 
@@ -147,13 +147,13 @@ def open_dataset(folder: Path, config: Pi0Config, args: argparse.Namespace) -> t
 
 
 def for_all(work: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """With a thread per core."""
+    """Map over items with one thread per core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(work, items))
 
 
 def make_loader(source: LeRobotSource, robot: Robot, config: Pi0Config, args: argparse.Namespace) -> ACRLPDDataLoader:
-    """As training makes it, for ACRLPD."""
+    """The loader, as training makes it for ACRLPD."""
     data = DataConfig(
         tokenizer="word",
         cache="pool",
@@ -177,7 +177,7 @@ def make_loader(source: LeRobotSource, robot: Robot, config: Pi0Config, args: ar
 
 
 def make_step(config: Pi0Config, row: gpu.Row, args: argparse.Namespace) -> Step:
-    """The update, compiled in its first call as training compiles it; or a pause."""
+    """The update, compiled in its first call as in training; with --gap a pause."""
     if args.gap is not None:
         return lambda _: time.sleep(args.gap / 1e3)
     agent, mesh, key = gpu.make_agent(config, row, augment=args.augment), make_mesh(), jax.random.key(0)
@@ -194,8 +194,8 @@ def make_step(config: Pi0Config, row: gpu.Row, args: argparse.Namespace) -> Step
 
 
 def repeat(sample: Callable[[], Any], step: Step, updates: int, ahead: int) -> tuple[list[float], list[float], Any]:
-    """(seconds waited for each batch, seconds of each step, the last one's result); at most `ahead` are under way when
-    the next batch is asked for, and none at the end.
+    """(waiting seconds per batch, seconds per step, the last result). At most `ahead` steps are in flight when the next
+    batch is requested, none at the end.
     """
     waits, ends, running, result = [], [time.perf_counter()], deque[Any](), None
     for number in range(updates):
@@ -203,7 +203,7 @@ def repeat(sample: Callable[[], Any], step: Step, updates: int, ahead: int) -> t
         batch = sample()
         waits.append(time.perf_counter() - asked)
         running.append(step(batch))
-        del batch  # giving its memory back is no waiting
+        del batch  # freeing its memory must not count as waiting
         while len(running) > (ahead if number < updates - 1 else 0):
             result = jax.block_until_ready(running.popleft())
         ends.append(time.perf_counter())
@@ -211,12 +211,12 @@ def repeat(sample: Callable[[], Any], step: Step, updates: int, ahead: int) -> t
 
 
 def measure(loader: ACRLPDDataLoader, step: Step, args: argparse.Namespace) -> dict[str, Any]:
-    """Both together, then the loader alone, then the update alone."""
+    """Measure loader and update together, then the loader alone, then the update alone."""
     began, batch = time.perf_counter(), loader.sample_batch()
     jax.block_until_ready(step(batch))
     found: dict[str, Any] = {"first_step_s": time.perf_counter() - began, "updates": args.updates}
     pool, disk, cpu = (loader.step - 1) // args.repeats, disk_bytes(), time.process_time()
-    loader.reset_stall()  # compiling is not the data's fault
+    loader.reset_stall()  # the first step compiles: not a data stall
     waits, times, metrics = repeat(loader.sample_batch, step, args.updates, args.ahead)
     found |= {
         "stall_fraction": loader.stall_fraction,
@@ -239,12 +239,12 @@ def measure(loader: ACRLPDDataLoader, step: Step, args: argparse.Namespace) -> d
 
 
 def disk_bytes() -> int:
-    """What this process has had read from disks, maps included."""
+    """Bytes that this process has read from disk, including memory maps."""
     return 512 * resource.getrusage(resource.RUSAGE_SELF).ru_inblock
 
 
 def table(found: dict[str, Any]) -> Iterator[str]:
-    """Markdown."""
+    """The results as Markdown."""
 
     def several(numbers: dict[str, float]) -> str:
         return ", ".join(f"{name} {number:.2f}" for name, number in numbers.items())
@@ -262,7 +262,7 @@ def table(found: dict[str, Any]) -> Iterator[str]:
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     rows = [row.name for row in gpu.ROWS if row.what in ("bc", "awr", "distill")]
     parser.add_argument("--row", default="bc", choices=rows, help="which update, as in gpu.py")

@@ -1,13 +1,13 @@
-"""How long one waits for `pirl train`: from the command to its first step, cold, with its programs kept, and resumed.
+"""Start-up time of `pirl train`, from the command to its first step: cold, with a warm compile cache, and resumed.
 
     PYTHONPATH=src python benchmarks/start.py                                full-size π₀: a GPU, 40 GB of disk
     PYTHONPATH=src python benchmarks/start.py --preset pi0_tiny --batch 4    the same, small
 
-An OpenPI checkpoint of random weights and a dataset of noisy pictures are made first. Each run is then a process that
-reads both as a user's does (they are in the system's own cache already): ACRLPD with the policy's settings of `gpu.py`.
-One that trains all weights ends with a signal, since its checkpoint would take 52 GB; one with the VLM frozen ends by
-itself, goes on once, and is made again in one go. What is the same run is to log the same losses, to the bit. Seconds
-are from the process's start; `step` is what training logs, from its second step on.
+First makes an OpenPI checkpoint of random weights and a dataset of noisy images. Each run is then a process that reads
+both as a user's would (from the page cache): ACRLPD with the policy settings of `gpu.py`. A run of all weights is
+killed at its end, because its checkpoint would take 52 GB; the run with the VLM frozen finishes, is resumed once, and
+is repeated without the interruption. Equal runs must log bit-identical losses. Times are seconds from the process's
+start; `step` is the logged step time, from the second step on.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from pirl.recipes import get_config
 from pirl.training.config import CheckpointConfig
 
 MORE = 5
-"""Steps that a resumed run makes."""
+"""Further steps of a resumed run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +53,19 @@ class Run:
     """One start of the command."""
 
     name: str
-    """What `--only` calls it."""
+    """Name for `--only`."""
     what: str
-    """What the table calls it."""
+    """Name in the table."""
     rule: FreezeRule
-    """What trains."""
+    """Freeze rule."""
     kept: bool
-    """Have its programs been compiled before?"""
+    """Whether its programs are in the compile cache."""
     resume: bool = False
-    """Does it go on where the one before it ended?"""
+    """Whether it resumes the previous run."""
     more: bool = False
-    """Does it make the steps of one that went on?"""
+    """Whether it also makes the resumed run's further steps."""
     again: str = ""
-    """Which other run it repeats, or a part of it."""
+    """Name of the run that it repeats, wholly or in part."""
 
 
 RUNS = (
@@ -78,18 +78,18 @@ RUNS = (
 
 
 def model_of(preset: str) -> Pi0Config:
-    """With the sizes of an ALOHA's data."""
+    """The preset with the sizes of ALOHA's data."""
     return replace(get_preset(preset), action_dim=32, cameras=CAMERAS)
 
 
 def make_weights(folder: Path, preset: str) -> None:
-    """An OpenPI checkpoint of what a policy is before it has learned anything."""
+    """Write an OpenPI checkpoint of random weights."""
     policy = Pi0(model_of(preset))
     save_openpi(jax.jit(policy.init)(jax.random.key(0)), folder, norm_stats={}, value_suffix=False)
 
 
 def make_config(folder: Path, args: argparse.Namespace) -> RLTrainConfig:
-    """The recipe for ALOHA, with `gpu.py`'s model and critic, on a dataset that is made here."""
+    """The ALOHA recipe with `gpu.py`'s model and critic, on a dataset that is written here."""
     model = model_of(args.preset)
     robot, root = get_robot("aloha"), folder / "data"
     keys = [f"{LEROBOT_IMAGES}.{name}" for name in ("cam_high", "cam_left_wrist", "cam_right_wrist")]
@@ -122,7 +122,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLTrainConfig:
 
 
 def start(run: Run, config: RLTrainConfig, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the command; what happened when."""
+    """Run the command; returns the times of its events and its losses."""
     config = replace(config, name=run.rule, freeze=run.rule, exp_name="run")
     steps = args.updates + (MORE if run.more else 0)
     file = write_yaml(folder / f"{run.rule}.yaml", replace(config, num_train_steps=steps), overwrite=True)
@@ -166,19 +166,19 @@ def start(run: Run, config: RLTrainConfig, folder: Path, args: argparse.Namespac
 
 
 def output_so_far(log: Path) -> str:
-    """Without the end of a line that is being written."""
+    """The log so far, without an incomplete last line."""
     return log.read_text(errors="replace").rpartition("\n")[0]
 
 
 def records(file: Path, since: float) -> list[dict[str, Any]]:
-    """What the run that began then has logged."""
+    """Training records logged since the time `since`."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in found if record["time"] >= since and "actor/loss" in record["values"]]
 
 
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Markdown."""
+    """The results as Markdown."""
     yield "| `pirl train` | settings decided after | step compiled | first step done | step | ended |"
     yield "|---|---|---|---|---|---|"
     for found in results.values():
@@ -187,7 +187,7 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def compared(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Whether what is the same run came out the same."""
+    """Lines on whether repeated runs logged the same losses."""
     for run in (run for run in RUNS if {run.name, run.again} <= results.keys()):
         here, there = (results[name]["loss"] for name in (run.name, run.again))
         both = sorted(here.keys() & there.keys())
@@ -210,7 +210,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - {run.name for run in RUNS}:
         parser.error(f"no run is called {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in RUNS)}")
-    if args.weights_only:  # in a process of its own, which gives the GPU back
+    if args.weights_only:  # in a separate process, which frees the GPU when it ends
         make_weights(args.dir, args.preset)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -219,7 +219,7 @@ def main() -> int:
         words = ["--weights-only", "--preset", args.preset, "--dir", str(folder / "weights")]
         if not (folder / "weights").exists():
             subprocess.run([sys.executable, __file__, *words], check=True)
-        jax.config.update("jax_platforms", "cpu")  # the GPU is the runs' alone
+        jax.config.update("jax_platforms", "cpu")  # leave the GPU to the runs
         config = make_config(folder, args)
         print(f"weights and data made in {time.perf_counter() - began:.0f} s", flush=True)
         results: dict[str, dict[str, Any]] = {}

@@ -1,16 +1,15 @@
-"""Does it learn? The README's table: every method on the embedded tabletop, by the commands that a user types.
+"""Does it learn? The tables of docs/results/tabletop.md: every method on the embedded tabletop, on many seeds.
 
-    python benchmarks/tabletop.py                    seeds 0, 1, 2; some 40 minutes on two cores
-    python benchmarks/tabletop.py --seeds 0          one of them; another process may do another meanwhile
-    python benchmarks/tabletop.py --quick            a tenth of the steps: does the program work?
-    python benchmarks/tabletop.py --level stitch     where every demonstration errs once
+    python benchmarks/tabletop.py                              the main rows on seeds 0, 1, 2; 10 CPU minutes each
+    python benchmarks/tabletop.py --seeds 3 4                  two more; another process may do others meanwhile
+    python benchmarks/tabletop.py --rows more stress           distillation, RIPT, online; wrong labels, little data
+    python benchmarks/tabletop.py --level stitch               where no episode that begins at the table succeeds
+    python benchmarks/tabletop.py --quick                      a tenth of the steps: does the program work?
 
-A seed is one of everything: demonstrations, first weights, batches, rollouts. It is `pirl demo` first, then what that
-leaves out: distillation, RIPT without ACRLPD, ACRLPD online, and two controls whose outcomes say nothing (of other
-episodes, of a coin). All are evaluated on the same 400 test states. What is there is not done again: interrupted,
-the same command goes on. The table is printed, and written beside the runs as table.md.
-
-`stitch` has rows of its own: what filters make of demonstrations that all err, and what imitation of perfect ones does.
+A seed is one of everything: demonstrations, first weights, batches, rollouts; its first rows are what `pirl demo --seed
+N` trains. All are evaluated on the same 400 test states. Finished rows are kept, interrupted ones go on: the same
+command continues. The table (means over seeds with Student's t intervals) is printed, and written beside the runs as
+table.md and results.json.
 """
 
 import argparse
@@ -20,10 +19,12 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,39 +32,108 @@ import pyarrow.parquet as pq
 from pirl.agents.agent import Agent, Lesson
 from pirl.cli.app import main as pirl
 from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
+from pirl.paths import pirl_home
 from pirl.recipes import get_config
 from pirl.records import Rollout
 from pirl.rollout.record import num_recorded
+from pirl.tune.intervals import t_interval
 
-ROWS = {
-    "BC": "imitation",
-    "BC, success-filtered": "imitation_of_successes",
-    "ACRLPD, `awr`, offline": "ACRLPD",
-    "– the same, best of 8 by the critic": "ACRLPD,_best_of_8",
-    "ACRLPD, `distill`, offline": "distill",
-    "ACRLPD, `awr`, online": "online",
-    "BC, then RIPT": "RIPT",
-    "**ACRLPD, then RIPT**": "ACRLPD_then_RIPT",
-    "control: ACRLPD, outcomes shuffled": "ACRLPD_shuffled",
-    "control: RIPT, outcomes of a coin": "RIPT_shuffled",
-}
-"""What a row is called, and the folder of its evaluation."""
-STITCH_ROWS = {
-    "BC": "imitation",
-    "BC, success-filtered": "imitation_of_successes",
-    "BC, filtered by discounted return": "filtered",
-    "**ACRLPD, `awr`, offline**": "ACRLPD",
-    "– the same, best of 8 by the critic": "ACRLPD,_best_of_8",
-    "control: ACRLPD, outcomes shuffled": "ACRLPD_shuffled",
-    "BC on perfect demonstrations": "perfect",
-}
-"""The same at level `stitch`."""
-PERFECT = ("--dials", "wrong=0", "wrong_block=0")
 FILTERED = (
     "--data.successes-only",
     *("--freeze", "vlm_frozen", "--pi0-lr", "7e-4", "--policy-schedule.decay-steps", "1200"),
 )
 """Imitation goes on, on the successes alone: as in `pirl demo`."""
+SILENT = ("--evaluation.interval", "100000", "--evaluation.episodes", "8", "--evaluation.films", "0")
+"""Evaluating while training changes no weight, and costs time."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: one run, evaluated."""
+
+    title: str
+    recipe: str = ""
+    """Empty: no run of its own, but another way to act with the one of row `after`."""
+    settings: tuple[str, ...] = ()
+    steps: int | None = None
+    """None: the recipe's."""
+    data: str = "tabletop"
+    after: str | None = "imitation"
+    """The row whose weights it begins with; None: its own."""
+    acts: tuple[str, ...] = ()
+    """Settings of the evaluation."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A set of demonstrations."""
+
+    episodes: int = 1500
+    record: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    """Settings of the environment, in training and evaluation as well."""
+
+
+DATA = {
+    "tabletop": Data(),
+    "perfect": Data(record=("--dials", "wrong=0", "wrong_block=0", "detour=0", "early=0", "handed=0")),
+    "labels_5": Data(record=("--dials", "mislabelled=0.05")),
+    "labels_10": Data(record=("--dials", "mislabelled=0.1")),
+    "demos_50": Data(episodes=50),
+    "demos_200": Data(episodes=200),
+    "slips": Data(env=("--env.slip", "0.3")),
+}
+BEST = ("--best-of", "8")
+MAIN = {
+    "imitation": Row("BC", "bc_tabletop", after=None),
+    "imitation_of_successes": Row("BC, success-filtered", "bc_tabletop", FILTERED, 1200),
+    "filtered": Row("BC, filtered by discounted return", "filtered_tabletop"),
+    "continued": Row("BC, continued for as many updates", "acrlpd_tabletop", ("--agent.actor", "best_of_n")),
+    "continued,_best_of_8": Row("– the same, best of 8 by a critic", after="continued", acts=BEST),
+    "ACRLPD": Row("**ACRLPD**", "acrlpd_tabletop"),
+    "ACRLPD,_best_of_8": Row("– the same, best of 8", after="ACRLPD", acts=BEST),
+    "ACRLPD_shuffled": Row("control: ACRLPD, outcomes shuffled", "acrlpd_tabletop", data="shuffled"),
+}
+"""Rows by the folder of their evaluation."""
+TIMELESS = ("--agent.gate", "None", "--agent.discount", "0.999")
+MORE = {
+    "distill": Row("ACRLPD, `distill`", "acrlpd_tabletop", ("--agent.actor", "distill")),
+    "online": Row("ACRLPD, online", "acrlpd_tabletop_online"),
+    "RIPT": Row("BC, then RIPT", "ript_tabletop"),
+    "ACRLPD_then_RIPT": Row("**ACRLPD, then RIPT**", "ript_tabletop", after="ACRLPD"),
+    "shuffled_ungated": Row(
+        "control: shuffled, without a gate",
+        "acrlpd_tabletop",
+        ("--agent.gate", "None"),
+        data="shuffled",
+    ),
+    "shuffled_timeless": Row("– the same, γ 0.999", "acrlpd_tabletop", TIMELESS, data="shuffled"),
+    "RIPT_shuffled": Row("control: RIPT, outcomes of a coin", "ript_tabletop"),
+}
+STRESS = {
+    "labels_5": Row("ACRLPD, 5 % of the labels wrong", "acrlpd_tabletop", data="labels_5"),
+    "labels_10": Row("ACRLPD, 10 % of the labels wrong", "acrlpd_tabletop", data="labels_10"),
+    "BC_demos_50": Row("BC, 50 demonstrations", "bc_tabletop", data="demos_50", after=None),
+    "demos_50": Row("ACRLPD, 50 demonstrations", "acrlpd_tabletop", data="demos_50", after="BC_demos_50"),
+    "BC_demos_200": Row("BC, 200 demonstrations", "bc_tabletop", data="demos_200", after=None),
+    "demos_200": Row("ACRLPD, 200 demonstrations", "acrlpd_tabletop", data="demos_200", after="BC_demos_200"),
+    "BC_slips": Row("BC, random physics", "bc_tabletop", data="slips", after=None),
+    "slips": Row("ACRLPD, random physics", "acrlpd_tabletop", data="slips", after="BC_slips"),
+}
+TWICE = ("--policy-schedule.decay-steps", "3200")
+STITCH = {
+    "imitation": MAIN["imitation"],
+    "imitation_of_successes": Row("BC, success-filtered", "bc_tabletop", FILTERED, 1200),
+    "filtered": Row("BC, filtered by return", "filtered_tabletop", ("--agent.share", "0.2", *TWICE), 3200),
+    "MC": Row("ACRLPD, observed returns only", "acrlpd_tabletop", ("--agent.mc-steps", "3200", *TWICE), 3200),
+    "RECAP": Row("RECAP", "recap_tabletop", TWICE, 3200),
+    "ACRLPD": Row("**ACRLPD**", "acrlpd_tabletop", TWICE, 3200),
+    "ACRLPD,_best_of_8": MAIN["ACRLPD,_best_of_8"],
+    "ACRLPD_shuffled": Row("control: ACRLPD, outcomes shuffled", "acrlpd_tabletop", TWICE, 3200, data="shuffled"),
+    "perfect": Row("BC on perfect demonstrations", "bc_tabletop", data="perfect", after=None),
+}
+"""Twice the demonstrations and updates: there are two choices to learn, and one of them by bootstrapping alone."""
+ROWS = {"easy": {"main": MAIN, "more": MORE, "stress": STRESS}, "stitch": {"main": STITCH}}
 
 
 @dataclass(frozen=True)
@@ -72,98 +142,70 @@ class Seed:
 
     folder: Path
     seed: int
-    quick: bool
-    rows = ROWS
+    level: str = "easy"
+    quick: bool = False
 
     @property
-    def demo(self) -> Path:
-        """Where `pirl demo` puts all of it."""
-        return self.folder.with_name(f"{self.folder.name}_quick") if self.quick else self.folder
+    def rows(self) -> dict[str, Row]:
+        """Every row of the level."""
+        return ALL[self.level]
 
-    @property
-    def runs(self) -> Path:
-        """Where training leaves its folders."""
-        return self.demo / "runs"
-
-    def run(self) -> None:
-        """Everything that is not there yet."""
-        number, quick = str(self.seed), ["--quick"] if self.quick else []
-        call(["demo", "--folder", str(self.folder), "--seed", number, *quick])
-        self.method("distill", "acrlpd_tabletop", "--agent.actor", "distill")
-        self.method("online", "acrlpd_tabletop_online")
-        self.method("RIPT", "ript_tabletop")
-        told = shuffled(self.demo / "data" / "tabletop", self.seed)
-        self.method("ACRLPD_shuffled", "acrlpd_tabletop", data=told)
-        with patch.object(Agent, "lesson", dealt(self.seed)):
-            self.method("RIPT_shuffled", "ript_tabletop")
-
-    def method(
-        self, name: str, recipe: str, *settings: str, data: Path | None = None, whole: int | None = None
-    ) -> Path:
-        """Train from this seed's imitation, evaluate; on this seed's demonstrations, or on other data. The weights."""
-        begun = max((self.runs / "bc_tabletop" / "imitation").glob("[0-9]*"), key=number_of)
-        return self.trained(name, recipe, *settings, "--init-weights", str(begun), data=data, whole=whole)
-
-    def trained(
-        self, name: str, recipe: str, *settings: str, data: Path | None = None, whole: int | None = None
-    ) -> Path:
-        """The same, from whatever the settings say; `whole` steps if not as many as the recipe's."""
-        whole = whole or get_config(recipe).num_train_steps
-        begun, steps = self.runs / recipe / name, str(max(1, whole // 10) if self.quick else whole)
-        result, assets = self.demo / "evaluations" / name / "eval.json", self.demo / "assets"
-        if not result.is_file() and not (begun / steps).is_dir():
-            places = ("--data.assets-dir", assets, "--checkpoint.base-dir", self.runs)
-            given = ("--data-path", data or self.demo / "data" / "tabletop")
-            words = [*given, *places, "--seed", self.seed, "--max-steps", steps, *settings]
-            goes_on = ["--resume"] if begun.is_dir() else []
-            call(["train", recipe, "--exp-name", name, *map(str, words), *goes_on])
-        self.evaluate(name, begun / steps)
-        return begun / steps
-
-    def evaluate(self, name: str, weights: Path, *settings: str) -> None:
-        """On the test states."""
-        result = self.demo / "evaluations" / name
-        if not (result / "eval.json").is_file():
+    def run(self, name: str) -> None:
+        """A row, if it is not there yet."""
+        row = self.rows[name]
+        if not self.result(name).is_file():
+            weights = self.trained(name if row.recipe else str(row.after))
             episodes = "40" if self.quick else "400"
-            call(["eval", str(weights), "--episodes", episodes, "--out", str(result), *settings])
+            call(["eval", str(weights), "--episodes", episodes, "--out", str(self.result(name).parent), *row.acts])
 
-    def cell(self, name: str) -> str:
-        """A success rate and Wilson's 95 % interval."""
-        file = self.demo / "evaluations" / name / "eval.json"
-        if not file.is_file():
-            return "–"
-        found = json.loads(file.read_text())["result"]["success"]
-        return f"{found['rate']:.3f} ({found['low']:.2f}–{found['high']:.2f})"
+    def trained(self, name: str) -> Path:
+        """The weights of a row, trained if they are not there."""
+        row = self.rows[name]
+        whole = row.steps or get_config(row.recipe).num_train_steps
+        run = self.folder / "runs" / row.recipe / name
+        product = run / str(max(1, whole // 10) if self.quick else whole)
+        if product.is_dir():
+            return product
+        start = () if row.after is None else ("--init-weights", str(self.trained(row.after)))
+        places = ("--data-path", str(self.data(row.data)), "--data.assets-dir", str(self.folder / "assets"))
+        words = [*places, "--checkpoint.base-dir", str(self.folder / "runs"), "--seed", str(self.seed), *start]
+        words += ["--max-steps", product.name, *SILENT, *self.env(row.data), *row.settings]
+        with ExitStack() as told:
+            if name == "RIPT_shuffled":
+                told.enter_context(patch.object(Agent, "lesson", dealt(self.seed)))
+            call(["train", row.recipe, "--exp-name", name, *words, *(["--resume"] if run.is_dir() else [])])
+        return product
 
+    def env(self, data: str) -> tuple[str, ...]:
+        """Settings of the environment."""
+        level = () if self.level == "easy" else ("--env.level", self.level)
+        return (*level, *(DATA[data].env if data in DATA else ()))
 
-@dataclass(frozen=True)
-class Stitch(Seed):
-    """The same at level `stitch`, which `pirl demo` does not know."""
-
-    rows = STITCH_ROWS
-
-    def run(self) -> None:
-        """Everything that is not there yet."""
-        data, perfect = self.recorded("tabletop"), self.recorded("perfect", *PERFECT)
-        level = ("--env.level", "stitch")
-        self.trained("imitation", "bc_tabletop", *level)
-        self.trained("perfect", "bc_tabletop", *level, data=perfect)
-        self.method("imitation_of_successes", "bc_tabletop", *level, *FILTERED, whole=1200)
-        self.method("filtered", "filtered_tabletop", *level)
-        improved = self.method("ACRLPD", "acrlpd_tabletop", *level)
-        self.evaluate("ACRLPD,_best_of_8", improved, "--best-of", "8")
-        self.method("ACRLPD_shuffled", "acrlpd_tabletop", *level, data=shuffled(data, self.seed))
-
-    def recorded(self, name: str, *dials: str) -> Path:
-        """Demonstrations, with their statistics."""
-        data, stats = self.demo / "data" / name, self.demo / "assets" / name
-        have, whole = num_recorded(data), 150 if self.quick else 1500
+    def data(self, name: str) -> Path:
+        """Demonstrations with their statistics, recorded if they are not there."""
+        if name == "shuffled":
+            return shuffled(self.data("tabletop"), self.seed)
+        root, stats = self.folder / "data" / name, self.folder / "assets" / name
+        whole = DATA[name].episodes * (2 if self.level == "stitch" else 1) // (10 if self.quick else 1)
+        have = num_recorded(root)
         if have < whole:
-            words = ("--env.level", "stitch", "--episodes", str(whole - have), "--seed", str(self.seed), *dials)
-            call(["record", "bc_tabletop", *words, "--root", str(data), *(["--append"] if have else [])])
+            words = ("--episodes", str(whole - have), "--seed", str(self.seed), *self.env(name), *DATA[name].record)
+            call(["record", "bc_tabletop", *words, "--root", str(root), *(["--append"] if have else [])])
         if not stats.is_dir():
-            call(["norm-stats", str(data), "--robot", "tabletop", "--horizon", "4", "--out", str(stats)])
-        return data
+            call(["norm-stats", str(root), "--robot", "tabletop", "--horizon", "4", "--out", str(stats)])
+        return root
+
+    def result(self, name: str) -> Path:
+        """Where the evaluation of a row is."""
+        return self.folder / "evaluations" / name / "eval.json"
+
+    def success(self, name: str) -> float | None:
+        """The share of the test states that a row solves."""
+        file = self.result(name)
+        return float(json.loads(file.read_text())["result"]["success"]["rate"]) if file.is_file() else None
+
+
+ALL = {level: {name: row for rows in groups.values() for name, row in rows.items()} for level, groups in ROWS.items()}
 
 
 def shuffled(dataset: Path, seed: int) -> Path:
@@ -201,24 +243,23 @@ def dealt(seed: int) -> Callable[[Agent, Sequence[Sequence[Rollout]]], Lesson]:
     return lesson
 
 
-def number_of(folder: Path) -> int:
-    return int(folder.name)
-
-
 def call(words: list[str]) -> None:
     print(f"$ pirl {shlex.join(words)}", flush=True)
     if code := pirl(words):
         sys.exit(code)
 
 
-def markdown(seeds: Sequence[Seed]) -> str:
-    head = ["method", *(f"seed {one.seed}" for one in seeds)]
-    rows = [
-        head,
-        ["---"] * len(head),
-        *([title, *(one.cell(name) for one in seeds)] for title, name in seeds[0].rows.items()),
-    ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def markdown(seeds: Sequence[Seed], rows: dict[str, Row]) -> str:
+    """Each seed's success, their mean and its interval."""
+    lines = [["method", *(f"seed {one.seed}" for one in seeds), "mean (95 %)"]]
+    lines.append(["---"] * len(lines[0]))
+    for name, row in rows.items():
+        found = [one.success(name) for one in seeds]
+        known = [rate for rate in found if rate is not None]
+        mean, low, high = t_interval(known) if known else (np.nan,) * 3
+        summary = f"{mean:.3f} ({low:.2f} to {high:.2f})" if len(known) > 1 else "–"
+        lines.append([row.title, *("–" if rate is None else f"{rate:.3f}" for rate in found), summary])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> None:
@@ -226,14 +267,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("tabletop_table"), metavar="DIR")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--level", choices=("easy", "stitch"), default="easy")
+    parser.add_argument("--level", choices=tuple(ROWS), default="easy")
+    parser.add_argument("--rows", nargs="+", default=["main"], metavar="GROUP|ROW", help="main, more, stress, or rows")
     args = parser.parse_args()
-    kind = Stitch if args.level == "stitch" else Seed
-    seeds = [kind(args.folder / f"seed{number}", number, args.quick) for number in args.seeds]
-    for one in seeds:
-        one.run()
-    table = markdown(seeds)
-    (args.folder / "table.md").write_text(table)
+    groups, known = ROWS[args.level], ALL[args.level]
+    if unknown := [name for name in args.rows if name not in groups and name not in known]:
+        parser.error(f"no rows {unknown}; there are {', '.join([*groups, *known])}")
+    rows = [name for part in args.rows for name in groups.get(part, [part])]
+    jax.config.update("jax_compilation_cache_dir", str(pirl_home() / "compiled"))  # seeds share their programs
+    folder = args.folder / args.level / ("quick" if args.quick else "whole")
+    for number in args.seeds:
+        for name in rows:
+            Seed(folder / f"seed{number}", number, args.level, args.quick).run(name)
+    there = sorted(int(seed.name.removeprefix("seed")) for seed in folder.glob("seed*"))
+    seeds = [Seed(folder / f"seed{number}", number, args.level, args.quick) for number in there]
+    table = markdown(seeds, known)
+    (folder / "table.md").write_text(table)
+    found = {name: {str(one.seed): one.success(name) for one in seeds} for name in known}
+    (folder / "results.json").write_text(json.dumps(found, indent=2))
     print(table)
 
 

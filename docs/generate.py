@@ -88,7 +88,7 @@ PURPOSES = {
     "acrlpd_droid": "improve π₀.₅ offline on your own DROID recordings, several large GPUs",
     "bc_droid": "fine-tune π₀.₅ on your own DROID recordings",
 }
-"""The purpose of recipes that their algorithm does not tell enough of."""
+"""Purposes of recipes for which the algorithm's is not specific enough."""
 
 OF_ALGORITHMS = {
     "ACRLPD": "improve it offline, from the same demonstrations",
@@ -102,11 +102,11 @@ OF_ALGORITHMS = {
     "RIPT": "improve it with group rollouts, without a critic",
     "RLToken": "edit the chunks of the frozen policy",
 }
-"""The purpose of all others."""
+"""Purpose by algorithm, for all other recipes."""
 
 
 def purpose(config: RLTrainConfig) -> str:
-    """What a recipe is for, in a line."""
+    """A recipe's purpose in one line."""
     if config.name.endswith("_lora"):
         return f"{config.name.removesuffix('_lora')} on one card of 24 GB"
     if config.name.endswith("_online"):
@@ -169,13 +169,13 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Prose as it is; what is indented is a table in plain text."""
+    """Text with indented lines, which are tables, fenced as plain text."""
     for part in re.split(r"\n\s*\n", text.strip("\n")):
         yield f"```text\n{part}\n```\n" if part.startswith("  ") else f"{part}\n"
 
 
 def usage_of(parser: argparse.ArgumentParser, title: str) -> str:
-    """One line: positional arguments, flags that must be given, flags that may."""
+    """The usage line: positional arguments, required flags, optional flags."""
     shown = [action for action in parser._actions if argument(action) is not None]
     words = [f"{spelled(a)}" if not a.option_strings or a.required else f"[{spelled(a)}]" for a in shown]
     words.sort(key=lambda word: (word.startswith("["), word.startswith("--")))
@@ -184,7 +184,7 @@ def usage_of(parser: argparse.ArgumentParser, title: str) -> str:
 
 
 def argument(action: argparse.Action) -> str | None:
-    """A row about one argument; None for those that every parser has, and for hidden ones."""
+    """A table row for an argument; None for --help and hidden arguments."""
     if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
         return None
     needed = " (required)" if action.option_strings and action.required else ""
@@ -193,7 +193,7 @@ def argument(action: argparse.Action) -> str | None:
 
 
 def spelled(action: argparse.Action) -> str:
-    """An argument as it is typed: `--video [N]`, `DATASET ...`, `--split {test,validation}`."""
+    """An argument as typed: `--video [N]`, `DATASET ...`, `--split {test,validation}`."""
     names = action.metavar if isinstance(action.metavar, tuple) else (action.metavar,)
     if action.choices is not None and action.metavar is None:
         names = ("{" + ",".join(map(str, action.choices)) + "}",)
@@ -208,7 +208,7 @@ def spelled(action: argparse.Action) -> str:
 
 
 def examples(epilog: str) -> Iterator[str]:
-    """The examples of a help text as commands to copy; what follows a command becomes its comment."""
+    """A help text's examples as commands to copy; the text after a command becomes its comment."""
     head, _, body = epilog.partition("\n")
     if head != "examples:":
         yield from paragraphs(epilog) if epilog else ()
@@ -221,7 +221,7 @@ def examples(epilog: str) -> Iterator[str]:
 
 
 def recipes_page() -> str:
-    """All recipes by robot, with what their module says about them."""
+    """The page of all recipes by robot, with their modules' docstrings."""
     parts = ["# Recipes\n", MARK, RECIPES_INTRO]
     for module in recipes._MODULES:
         name = module.__name__.rpartition(".")[2]
@@ -241,7 +241,7 @@ def recipes_page() -> str:
 
 
 def missing_commands(group: Sequence[RLTrainConfig], block: str) -> Iterator[str]:
-    """A command for each recipe that the module's own examples leave out, with the data of those."""
+    """A command for each recipe missing in the module's examples, with the data of those examples."""
     path = re.search(r"--data-path \S+", block)
     for config in group:
         if f"pirl train {config.name} " not in block:
@@ -250,7 +250,7 @@ def missing_commands(group: Sequence[RLTrainConfig], block: str) -> Iterator[str
 
 
 def recipe_row(config: RLTrainConfig) -> tuple[str, ...]:
-    """What distinguishes one recipe."""
+    """A table row with a recipe's main settings."""
     family = "MLP" if not isinstance(config.model, Pi0Config) else "π₀.₅" if config.model.pi05 else "π₀"
     size = " tiny" if isinstance(config.model, Pi0Config) and config.model.vlm.width < 256 else ""
     data = ", ".join(f"`{name}`" for name in config.data.repo_ids)
@@ -300,7 +300,7 @@ def api_entry(name: str, module: str) -> Iterator[str]:
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     found = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
-    if not found:  # imported from where it is defined
+    if not found:  # re-exported: read where it is defined
         (source,) = (n for n in tree.body if isinstance(n, ast.ImportFrom) and name in {a.name for a in n.names})
         assert source.module is not None
         yield from api_entry(name, source.module)
@@ -328,7 +328,7 @@ def api_entry(name: str, module: str) -> Iterator[str]:
 
 
 def signature(node: ast.FunctionDef, name: str = "") -> str:
-    """`name(arguments) -> result`, one argument a line where it is long."""
+    """`name(arguments) -> result`, with one argument per line if long."""
     arguments = ast.unparse(node.args).removeprefix("self, ").removeprefix("self")
     result = f" -> {ast.unparse(node.returns)}" if node.returns and not name else ""
     short = f"{name or node.name}({arguments}){result}"
@@ -369,7 +369,7 @@ def table_row(*cells: str) -> str:
 
 
 def main() -> int:
-    """Write the pages, or say which of them are out of date."""
+    """Write the pages, or list those that are out of date."""
     check = "--check" in sys.argv[1:]
     stale = [path for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:

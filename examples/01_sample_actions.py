@@ -2,8 +2,8 @@
 
     python examples/01_sample_actions.py
 
-Without a checkpoint it writes one first: OpenPI's layout, a π₀ of 270,000 parameters, fresh weights. A released one is
-named together with a recipe that says which model and robot it is for (not tried: it needs the download):
+Without a checkpoint it writes one first: OpenPI's layout, a π₀ of 270,000 parameters, random weights. For a released
+checkpoint, also name a recipe with its model and robot (not tried: it needs the download):
 
     python examples/01_sample_actions.py gs://openpi-assets/checkpoints/pi0_aloha_sim --recipe ript_aloha_transfer
 """
@@ -31,11 +31,11 @@ if args.checkpoint is None:
         weights, "example_runs/tiny_pi0", norm_stats={"demos/tabletop": stats}, overwrite=True
     )
 
-# The policy is compiled for as many observations at a time as there are environments: here, one.
+# The policy is compiled for `num_envs` observations per call: here, one.
 config = replace(config, rollout=replace(config.rollout, num_envs=1))
 acting = pirl.open_checkpoint(args.checkpoint, config=config)
 
-# An observation has the robot's own keys, units and picture sizes; resizing and normalising is not your business.
+# An observation has the robot's own keys, units and image sizes; the policy resizes and normalises.
 pictures = {robot.cameras[slot][0]: np.zeros((224, 224, 3), np.uint8) for slot in config.cameras}
 observation = {"state": np.zeros(robot.state_dim), "prompt": "red block to left zone", **pictures}
 chunk = acting.chunk(observation, seed=0)

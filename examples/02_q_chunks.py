@@ -1,9 +1,9 @@
-"""Read a LeRobot dataset and look at Q-chunk batches: what a critic is shown, also where an episode ends.
+"""Read a LeRobot dataset and look at Q-chunking batches: the critic's training data, also at the end of an episode.
 
     python examples/02_q_chunks.py
     python examples/02_q_chunks.py --dataset recordings/fold_box --robot aloha --tokenizer byte
 
-Without a dataset it records one first: the scripted expert of the embedded tabletop, which fails now and then.
+Without a dataset it records one first, with the scripted expert of the embedded tabletop, which sometimes fails.
 """
 
 import argparse
@@ -41,7 +41,7 @@ with pirl.create_acrlpd_data_loader(config, transform=transform, discount=0.99, 
 for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     print(f"{jax.tree_util.keystr(path):55} {leaf.dtype!s:8} {leaf.shape}")
 
-# A chunk that runs over the end of an episode: steps after the end are not valid, and nothing is bootstrapped there.
+# A chunk that runs past the end of an episode: steps after the end are not valid, and the target does not bootstrap.
 ends = np.flatnonzero((batch["valid"].sum(1) < HORIZON) & (batch["next_terminal"] == 1))
 for row in ends[:1]:
     for name in ("valid", "rewards", "masks"):

@@ -2,9 +2,9 @@
 
     python examples/03_record_dataset.py
 
-The loop is the one of a real robot: look, decide, write the frame, move. Training needs `next.success` (or
-`next.reward`); `next.truncated` tells a time-out from a failure that ended the task. Everything else is up to you. An
-episode appears in the dataset whole or not at all.
+The loop is that of a real robot: observe, decide, write the frame, act. Training needs `next.success` (or
+`next.reward`); `next.truncated` distinguishes a time-out from a failure that ended the task. Other columns are
+optional. Episodes are written atomically.
 """
 
 import gymnasium
@@ -35,14 +35,14 @@ with pirl.LeRobotWriter(FOLDER, fps=10, features=FEATURES, robot_type="point", e
             over = terminated or truncated
             writer.add_frame({**frame, "next.success": info["is_success"], "next.truncated": truncated})
         if number == 13:
-            writer.discard_episode()  # somebody stumbled over the cable
+            writer.discard_episode()  # a person stumbled over the cable
         else:
             writer.save_episode(task="reach the goal")
 
 print(pirl.inspect_dataset(FOLDER), end="\n\n")
 
-# Read back as training reads it. Failures ran out of time, and `next.truncated` says so: the critic bootstraps there.
-# Without that column a labelled failure ends the task, and its last actions are worth nothing (`data.failure`).
+# Read it back as training does. Failures are time-outs by `next.truncated`, so the critic bootstraps there. Without
+# that column a labelled failure ends the task, and its last actions have value 0 (`data.failure`).
 source = pirl.open_dataset(FOLDER, my_simulator.POINT, outcome="columns")
 for index in range(6):
     episode = source.episode(index)

@@ -1,4 +1,4 @@
-"""Clone demonstrations, then improve the clone from the same recordings by Q-chunking (ACRLPD). All from Python.
+"""Clone demonstrations, then improve the clone on the same recordings by Q-chunking (ACRLPD), all from Python.
 
     python examples/04_bc_then_acrlpd.py                                 1.5 minutes of CPU, most of it compiling
     python examples/04_bc_then_acrlpd.py --demos 1500 --bc-steps 2400 --acrlpd-steps 1600      as the recipes do
@@ -19,7 +19,7 @@ args = parser.parse_args()
 
 
 def adapted(name: str, steps: int) -> pirl.RLTrainConfig:
-    """A recipe with its data, statistics and checkpoints in one folder, and without evaluations on the way."""
+    """The recipe with data, statistics and checkpoints in one folder, and without evaluations during training."""
     config = pirl.get_config(name)
     data = replace(config.data, repo_ids=("example_runs/demos",), assets_dir="example_runs/assets")
     checkpoint = replace(config.checkpoint, base_dir="example_runs/checkpoints")
@@ -28,7 +28,7 @@ def adapted(name: str, steps: int) -> pirl.RLTrainConfig:
 
 
 bc, acrlpd = adapted("bc_tabletop", args.bc_steps), adapted("acrlpd_tabletop", args.acrlpd_steps)
-# The critic learns alone at first, for the recipe's share of the steps.
+# At first only the critic trains, for the recipe's share of the steps.
 alone = acrlpd.agent.actor_warmup_steps * args.acrlpd_steps // pirl.get_config("acrlpd_tabletop").num_train_steps
 acrlpd = replace(acrlpd, agent=replace(acrlpd.agent, actor_warmup_steps=alone))
 with pirl.LocalPool(bc.env, args.episodes) as pool:
@@ -42,7 +42,7 @@ with pirl.LocalPool(bc.env, args.episodes) as pool:
     pirl.train(bc, overwrite=True)
     pirl.train(replace(acrlpd, init_weights=str(bc.run_dir / str(args.bc_steps))), overwrite=True)
 
-    for config in (bc, acrlpd):  # on states that nothing was trained on, the same for both
+    for config in (bc, acrlpd):  # on states unseen in training, the same for both
         policy = pirl.open_checkpoint(config.run_dir).use(seed=0)
         result = pirl.evaluate(pool, policy, pirl.fixed_contexts(pool.info, args.episodes, "test"))
         print(f"{config.name}: success {result.success} in {args.episodes} episodes")

@@ -1,9 +1,9 @@
-"""Improve a policy by groups of rollouts (RIPT) in a simulator of your own.
+"""Improve a policy by groups of rollouts (RIPT) in your own simulator.
 
     python examples/06_ript.py --iterations 20
 
-The policy is a small network on the state, and starts from nothing: in this simulator luck reaches the goal often
-enough to learn from. A π₀ starts from a checkpoint that succeeds now and then: `model=get_preset("pi0")` and
+The policy is a small network on the state with random initial weights, because in this simulator random actions reach
+the goal often enough to learn from. A π₀ needs a checkpoint that sometimes succeeds: set `model=get_preset("pi0")` and
 `init_weights="..."` in the configuration; the rest stays.
 """
 
@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=20)
 args = parser.parse_args()
 
-# Statistics come from a dataset where there is one (example 04); here it is known what states and actions are like.
+# Statistics usually come from a dataset (example 04); here the ranges of states and actions are known.
 sizes = {"state": 4, "actions": 2}
 stats = {name: pirl.NormStats(mean=np.zeros(size), std=np.ones(size)) for name, size in sizes.items()}
 pirl.save_norm_stats("example_runs/assets/point", stats, overwrite=True)

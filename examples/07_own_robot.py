@@ -1,8 +1,8 @@
-"""Describe a robot of your own, and check that what goes to the model comes back as it was.
+"""Describe your own robot, and check that the transform to the model's units and back is lossless.
 
     python examples/07_own_robot.py
 
-An SO-100 arm: five joints and a gripper, two cameras. The joints are relative to where they are, the gripper is not.
+An SO-100 arm: five joints and a gripper, two cameras. Joint actions are relative to the state, the gripper's absolute.
 `data.robot` names such a robot as `module:NAME`, in Python, in YAML and on the command line:
 
     PYTHONPATH=. pirl norm-stats recordings/so100 --robot my_robots:SO100 --horizon 10 --out assets/so100
@@ -18,7 +18,7 @@ SO100 = pirl.make_robot(
     name="so100",
     state_dim=6,
     action_dim=6,
-    cameras={  # the model's slot, and where its picture is found: at inference, then in a dataset
+    cameras={  # the model's camera slot -> keys of its image: at inference, then in a dataset
         "base_0_rgb": ("images/front", "observation.images.front"),
         "left_wrist_0_rgb": ("images/wrist", "observation.images.wrist"),
     },
@@ -29,7 +29,7 @@ HORIZON, rng = 10, np.random.default_rng(0)
 
 
 def episode() -> pirl.Episode:
-    """Stands for one of your recordings: joints that follow what they were told a step ago."""
+    """A synthetic recording, in which joints follow the commands of the previous step."""
     actions = np.cumsum(rng.normal(0, 0.05, (40, 6)), 0).astype(np.float32)
     state, last = np.concatenate([np.zeros((1, 6), np.float32), actions[:-1]]), np.arange(40) == 39
     ends: dict[str, Any] = {"terminated": last, "truncated": np.zeros(40, bool), "success": True}
@@ -41,7 +41,7 @@ episodes = [episode() for _ in range(5)]
 stats = pirl.compute_norm_stats(pirl.MemorySource(cameras=(), items=[(one, {}) for one in episodes]), SO100, HORIZON)
 print("joints relative, gripper absolute; spread of the actions:", np.round(stats["actions"].std, 3))
 
-# What the robot says at a moment, and what it was told next. A recording read by the loader goes through the same.
+# The robot's observation at one moment and its next actions. Recordings go through the same transform in the loader.
 pictures = {name: np.full((480, 640, 3), 90, np.uint8) for name in ("front", "wrist")}
 raw = {"state": episodes[0].state[7], "images": pictures, "actions": episodes[0].actions[7 : 7 + HORIZON]}
 transform = pirl.create_transform(pirl.DataConfig(tokenizer="byte"), horizon=HORIZON, robot=SO100, norm_stats=stats)

@@ -1,11 +1,11 @@
-"""An algorithm of your own in one file: its settings, its class, a recipe. Everything in pirl works with it.
+"""Your own algorithm in one file: its settings, its class, a recipe. Everything in pirl works with it.
 
     python examples/08_own_agent.py
     PYTHONPATH=examples pirl train 08_own_agent:RECIPE --exp-name mine --agent.smoothness 2
 
-Imitation that also asks for smooth chunks. One Euler step from the noisy chunk x_t to t = 0 gives the chunk the policy
-means; its second difference is its acceleration. An algorithm that is no variation of another implements `init`
-and `update` of `pirl.agents.agent.Agent`; its fields name the parts it is built from.
+Imitation with a penalty on acceleration. One Euler step from the noisy chunk x_t to t = 0 estimates the policy's chunk;
+its second difference is its acceleration. An algorithm that does not derive from another implements `init` and `update`
+of `pirl.agents.agent.Agent`; its fields name the parts it is built from.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pirl.models import flow
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothBCConfig(pirl.BCConfig):
-    """Imitation, and a penalty on acceleration."""
+    """Imitation with a penalty on acceleration."""
 
     agent: ClassVar[str] = "08_own_agent:SmoothBC"
 
@@ -32,12 +32,12 @@ class SmoothBCConfig(pirl.BCConfig):
 
 
 class SmoothBC(BC):
-    """BC with another loss."""
+    """BC with a smoothness loss."""
 
     config: SmoothBCConfig
 
     def loss(self, params: Any, observation: Any, actions: jax.Array, valid: Any, draws: flow.Draws) -> jax.Array:
-        """One number per sample, as in BC."""
+        """The loss per sample, as in BC."""
         x_t, u = flow.interpolate(actions, draws)
         v = self.policy.velocity(params, self.policy.encode(params, observation), x_t, draws.time)
         acceleration = jnp.diff(x_t - draws.time[..., None, None] * v, n=2, axis=2)

@@ -1,4 +1,4 @@
-"""Which of two checkpoints is better? The same initial states, a paired test, and a page about the run.
+"""Compare two checkpoints: the same initial states, a paired test, and a report page about the run.
 
     python examples/06_ript.py && python examples/09_compare_checkpoints.py
     python examples/09_compare_checkpoints.py checkpoints/bc_tabletop/first checkpoints/acrlpd_tabletop/first
@@ -30,7 +30,7 @@ for one, result in zip(checkpoints, (first, second), strict=True):
     for task, rate in result.by_task.items():
         print(f"    {task}: {rate}")
 
-# Intervals may overlap and the difference be real: only initial states where the two differ tell which is better.
+# A difference may be significant although intervals overlap: the paired test uses the states where the two differ.
 pairs = pirl.compare(first, second)
 print(f"only the first succeeds {pairs.only_first} times, only the second {pairs.only_second} times, ", end="")
 print(f"both {pairs.both}, neither {pairs.neither}: difference {pairs.difference:+.3f}, p = {pairs.p_value:.2g}")

@@ -1,10 +1,10 @@
-"""Export a checkpoint for OpenPI (JAX) and for its PyTorch port, and see that no bit was lost.
+"""Export a checkpoint for OpenPI (JAX) and for its PyTorch port, and check that the export is lossless.
 
     python examples/10_export.py
     python examples/10_export.py checkpoints/acrlpd_aloha_fold/box1/50000 --horizon 20
 
-`pirl export openpi|pytorch CHECKPOINT --out DIR` does the same. Without a checkpoint, a π₀ of 270,000 parameters with
-fresh weights is taken. `--dtype` in float32 comes back bit for bit; `mixed` keeps what the port computes in.
+`pirl export openpi|pytorch CHECKPOINT --out DIR` does the same. Without a checkpoint it exports a π₀ of 270,000
+parameters with random weights. `--dtype float32` is bit-exact; `mixed` stores the port's compute dtypes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ if args.checkpoint is None:
     args.checkpoint = pirl.save_openpi(weights, OUT / "trained", norm_stats={"tabletop": stats}, overwrite=True)
 print(render(describe(args.checkpoint)), end="\n\n")
 
-# The statistics go wherever the weights go: without them the same weights move a robot wrongly.
+# Norm stats must accompany the weights: with other statistics the same weights move a robot wrongly.
 params = load_openpi(args.checkpoint)
 assets = args.checkpoint / "assets"
 stats = {file.parent.relative_to(assets).as_posix(): file for file in assets.rglob("norm_stats.json")}
@@ -39,7 +39,7 @@ torch = pirl.save_pytorch(
     params, OUT / "pytorch", action_horizon=args.horizon, dtype="float32", norm_stats=stats, overwrite=True
 )
 
-# Reading back: the same names, shapes, types and bits. A folder's kind is told by its files.
+# Read back: the same names, shapes, dtypes and bits. The kind of checkpoint is detected from the files.
 expected, shapes = flatten(params), jax.eval_shape(lambda: params)
 for folder in (openpi, torch):
     found = flatten(load(folder, shapes))

@@ -1,7 +1,7 @@
-"""Stands for your own simulator and robot: examples 03, 05, 06 and 09 use it.
+"""A stand-in for your own simulator and robot, used by examples 03, 05, 06 and 09.
 
-A point on a plane has 12 steps to come near a goal. Anything that is a `gymnasium.Env` with one vector as its action is
-used alike: register it, say whose observations these are (`POINT`), and name both by where they are (`REACH`). From the
+A point on a plane has 12 steps to come near a goal. Use any `gymnasium.Env` with a vector action in the same way:
+register it, describe the robot of its observations (`POINT`), and refer to both by module and name (`REACH`). From the
 command line, `PYTHONPATH=examples pirl eval ...` finds this module too.
 """
 
@@ -14,7 +14,7 @@ import pirl
 
 
 class Reach(gymnasium.Env):
-    """State: where the point is, and where the goal is. Action: how far to go, at most 0.2 along each axis."""
+    """State: positions of the point and of the goal. Action: displacement, at most 0.2 along each axis."""
 
     observation_space = gymnasium.spaces.Box(-3, 3, (4,), np.float32)
     action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)

@@ -1,4 +1,4 @@
-"""Runs with checkpoints that act, without training: small policies with fresh weights, and a walk to act in."""
+"""Run folders whose checkpoints can act, without training: small policies with random weights, and an environment."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ STATS = {
 
 
 class Walk(gymnasium.Env):
-    """A point that is pushed to the right with some luck; it has arrived beyond 1. With a picture of where it is."""
+    """A point that moves right with some probability; the task ends beyond 1. Observations include an image."""
 
     observation_space = gymnasium.spaces.Dict(
         {
@@ -63,7 +63,7 @@ ENV = GymConfig(id="acting_runs:pirl/Walk-v0", robot="synthetic", prompt="go rig
 
 
 def walking(folder: Path, agent: AgentConfig, *, env: EnvConfig | None = ENV) -> RLTrainConfig:
-    """A policy of one small layer over the state."""
+    """A configuration with a one-layer policy on states."""
     recipe = get_config("debug")
     return replace(
         recipe,
@@ -85,7 +85,7 @@ def fresh_state(config: RLTrainConfig, seed: int) -> TrainState:
 
 
 def save_run(config: RLTrainConfig, rates: dict[int, float], *, stats: dict[str, NormStats] = STATS) -> Path:
-    """The folder of a run with a checkpoint of fresh weights for each step, and the success rates it was saved with."""
+    """Write a run folder with a checkpoint of random weights per step, saved with the given success rates."""
     metadata = run_metadata(to_dict(config))
     with Checkpoints(config.run_dir, config.checkpoint, run=metadata, norm_stats={"me/walks": stats}) as checkpoints:
         for step, rate in rates.items():

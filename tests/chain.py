@@ -1,9 +1,9 @@
-"""A chain whose best values are known: the real loader, update and act on it, and how far they are from the truth.
+"""A chain with known optimal values, on which the real loader, `update` and `act` are compared with the truth.
 
-Positions 0 … 7 in a row; behind the last one is the goal (reward 1, the end). A positive action goes ahead. A negative
-one rests, but at the odd positions, which are cliffs, it falls: a failure, which ends the task. Where the chain is
-slippery, a step ahead stays where it is one time in four. The data act at random (N(½, 1)) and stop after 24 steps at
-the latest; that is a time-out, and says so in its column. Chunks have two actions, so each has one of four signs.
+Positions 0 … 7; beyond the last one is the goal (reward 1, terminal). A positive action moves ahead. A negative action
+stays, except at odd positions, which are cliffs: there it falls, a failure that ends the task. On a slippery chain one
+in four moves ahead stays in place. The data act randomly (N(½, 1)) and are truncated after 24 steps. Chunks have two
+actions, so a chunk has one of four sign patterns.
 """
 
 from collections.abc import Callable
@@ -39,22 +39,22 @@ POLICY = MLPFlow(MLPFlowConfig(state_dim=LENGTH, action_dim=1, horizon=HORIZON, 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One set of data."""
+    """One dataset."""
 
     discount: float = DISCOUNT
-    """Per step."""
+    """Discount per step."""
     slip: float = 0.0
-    """How often a step ahead stays where it is."""
+    """Probability that a move ahead stays in place."""
     failure: Failure = "terminal"
-    """What a labelled failure means."""
+    """Meaning of a labelled failure."""
     shuffled: bool = False
-    """Does every episode end as another did?"""
+    """Whether outcomes are permuted between episodes."""
     episodes: int = 400
     seed: int = 0
 
 
 class Identity:
-    """States and actions are normalised as they are."""
+    """A transform without normalisation."""
 
     def low_dim(self, state, actions, prompts):
         return {"state": state} if actions is None else {"state": state, "actions": actions}
@@ -88,7 +88,7 @@ def recorded(case: Case) -> MemorySource:
 
 
 def walk(rng: np.random.Generator, slip: float) -> tuple[list[int], list[float], bool, bool]:
-    """(positions, actions, success, cut off) of one episode."""
+    """(positions, actions, success, truncated) of one episode."""
     position, positions, actions = int(rng.integers(LENGTH)), [], []
     while len(actions) < LIMIT:
         positions.append(position)
@@ -103,7 +103,7 @@ def walk(rng: np.random.Generator, slip: float) -> tuple[list[int], list[float],
 
 
 def best_values(case: Case) -> np.ndarray:
-    """Q*(position, signs) of a policy that looks after every chunk, by dynamic programming: [LENGTH, 4]."""
+    """Q*(position, signs) [LENGTH, 4] of a policy that replans after every chunk, by dynamic programming."""
     q = np.zeros((LENGTH, len(SIGNS)))
     for _ in range(2000):
         v = q.max(1)
@@ -114,9 +114,9 @@ def best_values(case: Case) -> np.ndarray:
 
 
 def ahead(position: int, signs: np.ndarray, v: np.ndarray, slip: float, discount: float) -> float:
-    """The expected return of what is left of a chunk."""
+    """The expected return of the rest of a chunk."""
     if position == LENGTH:
-        return 1 / discount  # paid by the step that came here
+        return 1 / discount  # the reward of the step that arrived here
     if not len(signs):
         return v[position]
     if signs[0] < 0:
@@ -132,7 +132,7 @@ def batches(cases: list[Case], *, steps: int = 240, size: int = 64) -> dict:
         loading = {"config": DataConfig(seed=case.seed, prefetch=0), "batch_size": size, "horizon": HORIZON}
         with ACRLPDDataLoader(recorded(case), Identity(), discount=case.discount, **loading) as loader:
             found = jax.tree.map(lambda *x: np.stack(x), *(loader.sample_batch() for _ in range(steps)))
-        # The agent knows one discount, and discounts by its power: in its units an episode has another length.
+        # All cases share the agent's discount: rescale lengths, so that its power equals the case's discounting.
         found["length"] = np.float32(found["length"] * np.log(case.discount) / np.log(DISCOUNT))
         return found
 
@@ -140,7 +140,7 @@ def batches(cases: list[Case], *, steps: int = 240, size: int = 64) -> dict:
 
 
 def make_agent(*, loss: LossKind = "hl_gauss", **changes) -> ACRLPD:
-    """Small networks; the settings are those of the flagship recipes where size does not matter."""
+    """An agent with small networks; other settings are those of the main recipes."""
     settings = {"actor": "best_of_n", "num_action_samples": 6, "flow_steps": 2, "target_update_rate": 0.05}
     config = ACRLPDConfig(discount=DISCOUNT, **(settings | changes))
     critic = make_critic(
@@ -161,7 +161,7 @@ def make_agent(*, loss: LossKind = "hl_gauss", **changes) -> ACRLPD:
 
 
 def training(agent: ACRLPD, begin=lambda agent, key: agent.init(key)):
-    """All cases at once, all steps in one program: (data, key) -> (states, metrics [case, step])."""
+    """A function (data, key) -> (states, metrics [case, step]) that trains all cases in one program."""
 
     def run(data, key):
         steps = jax.random.split(key, len(data["length"]))
@@ -172,38 +172,38 @@ def training(agent: ACRLPD, begin=lambda agent, key: agent.init(key)):
 
 @dataclass(frozen=True)
 class Found:
-    """What a critic believes of every chunk, and what acting on it picks."""
+    """A critic's values of every chunk, and the chunks that acting picks."""
 
     q: np.ndarray
-    """[LENGTH, 4]: mean over chunks of these signs."""
+    """[LENGTH, 4]: mean value over chunks with these signs."""
     picks: np.ndarray
-    """[LENGTH, 4]: how often the best of 8 has these signs."""
+    """[LENGTH, 4]: share of best-of-8 chunks with these signs."""
     samples: np.ndarray
-    """[LENGTH, 4]: how often a plain sample has them."""
+    """[LENGTH, 4]: share of plain samples with these signs."""
 
     def error(self, truth: np.ndarray, where: np.ndarray | None = None) -> float:
-        """Root mean square distance to the truth, of some chunks."""
+        """Root mean square error of q, over all chunks or those selected by `where`."""
         return float(np.sqrt(np.square(self.q - truth)[... if where is None else where].mean()))
 
     def rank(self, truth: np.ndarray) -> float:
-        """Spearman's correlation with the truth over all positions and signs."""
+        """Spearman's correlation of q with the truth over all positions and signs."""
         x, y = (ranks(z.ravel()) for z in (self.q, truth))
         return float(np.corrcoef(x, y)[0, 1])
 
     def optimal(self, truth: np.ndarray, how: np.ndarray, slack: float = 0.02) -> float:
-        """Probability of a chunk that is worth as much as the best, up to some slack; mean over positions."""
+        """Probability of a chunk within `slack` of the optimum; mean over positions."""
         good = truth >= truth.max(1, keepdims=True) - slack
         return float((how * good).sum(1).mean())
 
 
 def ranks(x: np.ndarray) -> np.ndarray:
-    """1 for the smallest; equal numbers (to nine digits) share the mean of theirs."""
+    """Ranks from 1; ties (to nine digits) share their mean rank."""
     x = np.round(x, 9)
     return (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) + 1) / 2
 
 
 def looking(agent: ACRLPD, *, draws: int = 64) -> Callable[[TrainState], Found]:
-    """Asks the critic of a state, and `act`, at every position."""
+    """A function that queries a state's critic and `act` at every position."""
     rng = np.random.default_rng(5)
     sizes = np.abs(rng.normal(0.5, 1.0, (1, 1, 32, HORIZON))) + 0.1
     chunks = np.float32(sizes * SIGNS[None, :, None]).reshape(1, -1, HORIZON, 1).repeat(LENGTH, 0)
@@ -230,7 +230,7 @@ def looking(agent: ACRLPD, *, draws: int = 64) -> Callable[[TrainState], Found]:
 
 
 def of_case(states, number: int):
-    """The state of one of the runs that trained side by side."""
+    """One case's state from states of all cases."""
     return jax.tree.map(lambda x: x[number], states)
 
 

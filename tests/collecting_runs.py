@@ -1,4 +1,4 @@
-"""Runs that act, small enough for tests: a walk that chance decides, and that goes wrong when it is told to."""
+"""Small runs that collect, for tests: a random walk that can be told to fail in various ways."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ GOAL = 1.6
 
 
 class Walk(gymnasium.Env):
-    """A point that is pushed about; it has arrived beyond `GOAL`. It can be seen, too."""
+    """A point moved by actions; the task ends beyond `GOAL`. Observations include an image."""
 
     observation_space = gymnasium.spaces.Dict(
         {
@@ -77,7 +77,7 @@ ENV = GymConfig(id="collecting_runs:pirl/CollectingWalk-v0", robot="synthetic", 
 
 
 def next_trouble() -> str:
-    """What the episode that begins now is to suffer: episodes are counted over all processes, in a file."""
+    """The failure planned for the episode that begins now; a file counts episodes over all processes."""
     told = os.environ.get(VARIABLE)
     if not told:
         return ""
@@ -91,7 +91,7 @@ def next_trouble() -> str:
 
 
 def make_trouble(monkeypatch: pytest.MonkeyPatch, folder: Path, **plans: int | range) -> None:
-    """From now on the episode that is begun as number so and so, or all of a range, go wrong in this way."""
+    """Plan failures: kind=NUMBER or kind=RANGE of episodes, counted from now on."""
     spans = {kind: plan if isinstance(plan, range) else range(plan, plan + 1) for kind, plan in plans.items()}
     counter = folder / f"episodes-{len(list(folder.glob('episodes-*')))}"
     counter.touch()
@@ -109,7 +109,7 @@ ROLLOUT = RolloutConfig(num_envs=3, num_workers=2, worker_timeout=60.0, execute=
 
 
 def ript_run(folder: Path, agent: RIPTConfig = RIPT, **changes: Any) -> RLTrainConfig:
-    """Groups of walks, and synthetic demonstrations beside them: eight to twelve episodes an iteration."""
+    """A RIPT run with synthetic demonstrations; two to four groups of three walks per iteration."""
     own = dict(agent=agent, env=ENV, rollout=ROLLOUT, num_train_steps=4, log_interval=1)
     return replace(small_run(folder, BCConfig()), **(own | changes))
 
@@ -120,7 +120,7 @@ PPO = FlowPPOConfig(
 
 
 def ppo_run(folder: Path, **changes: Any) -> RLTrainConfig:
-    """Nine walks an iteration, each plan with its path, and synthetic demonstrations beside them."""
+    """A FlowPPO run with synthetic demonstrations; nine walks per iteration."""
     own = dict(agent=PPO, env=ENV, rollout=ROLLOUT, num_train_steps=4, log_interval=1)
     return replace(small_run(folder, BCConfig()), **(own | changes))
 
@@ -132,13 +132,13 @@ ONLINE = OnlineConfig(start_step=2, episodes=9, updates_per_step=0.06)
 
 
 def online_run(folder: Path, agent: ACRLPDConfig = ACRLPD, **changes: Any) -> RLTrainConfig:
-    """Two steps offline; then nine walks whenever it has trained a step for every sixteen that were walked."""
+    """An online run: two offline steps, then nine walks whenever 0.06 updates per environment step are done."""
     own = dict(env=ENV, rollout=ROLLOUT, online=ONLINE, num_train_steps=8, log_interval=1)
     return small_run(folder, agent, **(own | changes))
 
 
 def saving(config: RLTrainConfig, **changes: Any) -> RLTrainConfig:
-    """The run with other settings of its checkpoints."""
+    """The run with other checkpoint settings."""
     return replace(config, checkpoint=replace(config.checkpoint, **changes))
 
 
@@ -147,7 +147,7 @@ _OF_AN_AGENT = ("model", "agent", "critic", "freeze", "data", "policy_optimizer"
 
 @contextmanager
 def traced_once() -> Iterator[None]:
-    """Runs of one algorithm share its update: it is pure, and tracing it is most of the work of so small a run."""
+    """Runs of one algorithm share its compiled update, because tracing dominates such small runs."""
     agents: dict[str, Agent] = {}
     updates: dict[int, loop.Step] = {}
 

@@ -1,17 +1,17 @@
-"""Fixtures of every test: the golden families, small policies."""
+"""Fixtures for all tests, and XLA flags that make them fast."""
 
 import os
 from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests spend their time compiling, not computing: half the optimisation, half the time. XLA's older way to make loops
-# takes a third of what is left; jaxlib 0.11 has it no more, and ends the process over a flag that it does not know.
+# Tests spend their time compiling: optimisation level 0 halves it, and XLA's older loop emitter takes a third of the
+# rest. jaxlib 0.11 no longer has that emitter, and aborts on an unknown flag.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
-# Programs this small take two threads as long as one. The other core is the other worker's.
+# Programs this small gain nothing from a second thread; leave the other core to the other pytest worker.
 os.environ.setdefault("PJRT_NPROC", "1")
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ import pytest
 
 from golden_data import FAMILIES, GOLDEN, Family
 
-# The same examples in every run: what failed once fails again. `--hypothesis-profile default` draws others.
+# The same examples in every run, so failures are reproducible. `--hypothesis-profile default` draws others.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
@@ -30,7 +30,7 @@ LONGEST_FIRST = ("promises/test_tabletop", "promises", "parity", "e2e", "agents"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: a worker that begins one last keeps the others waiting."""
+    """Run long files first: started last, they would keep the other workers waiting."""
 
     def place(item: pytest.Item) -> int:
         path = item.path.as_posix()
@@ -50,6 +50,6 @@ def shapes_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=sorted(FAMILIES) or [None])
 def family(request: pytest.FixtureRequest) -> Family:
-    """Every model of the golden set in turn."""
+    """Each model of the golden set."""
     assert request.param is not None, f"no family folder with a config.json in {GOLDEN}"
     return FAMILIES[request.param]

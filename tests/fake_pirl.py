@@ -43,8 +43,13 @@ def option(words: list[str], name: str) -> str:
 
 def train(words: list[str]) -> None:
     folder = Path(option(words, "--checkpoint.base-dir")) / "recipe" / option(words, "--exp-name") / "10"
+    began, known = folder.is_dir(), (folder / "skill").exists()
+    if "--resume" in words and words[-2:] != ["--resume", "auto"] and not known:
+        sys.exit("no complete checkpoint to resume from")
+    if "--resume" not in words and began:
+        sys.exit("an existing run")
     folder.mkdir(parents=True, exist_ok=True)
-    if "--resume" not in words:
+    if not began:
         fail_if_told()
     gain = float(option(words, "--gain"))
     (folder / "skill").write_text(str(np.clip(skill(option(words, "--init-weights")) + gain, 0, 1)))

@@ -1,4 +1,4 @@
-"""The golden numbers: where they are, how they are read, how close we must come.
+"""The golden numbers: their location, readers and tolerances.
 
 `PIRL_GOLDEN` may name another folder of the same layout, made with other seeds and dimensions; every size is taken from
 its `config.json`.
@@ -22,16 +22,16 @@ HERE = Path(__file__).parent
 GOLDEN = Path(os.environ.get("PIRL_GOLDEN", HERE / "golden" / "openpi"))
 STATIC = HERE / "golden" / "static"
 TRANSFORMS = next(folder for root in (GOLDEN, HERE / "golden" / "openpi") if (folder := root / "transforms").is_dir())
-"""Data transforms and schedules; another set need not have them."""
+"""Golden data transforms and schedules, from another folder if this set has none."""
 
-# Float32 on a CPU. The goldens came from jax 0.5.3; another XLA moves results by this much and no more.
+# Tolerances for float32 on a CPU. The goldens are from jax 0.5.3; other XLA versions differ by at most this much.
 OUTPUT = dict(rtol=0, atol=2e-5)  # activations and actions of size ~1-5, with noise and time given
 FROM_RNG = dict(rtol=0, atol=1e-4)  # noise and time drawn inside jit: an ulp of t is visible in its embedding
 GRADIENT = dict(rtol=1e-4, atol=1e-6)
 WEIGHTS_AFTER_3_STEPS = dict(rtol=0, atol=1e-5)
 BFLOAT16 = dict(rtol=0, atol=3e-2)
 
-# Gradients that are zero on paper and rounding noise in practice; Adam would blow the noise up.
+# Gradients that are analytically zero, in practice rounding noise, which Adam would amplify.
 NOISE_GRADIENTS = ("MultiHeadDotProductAttention_0/key/bias",)
 
 
@@ -75,7 +75,7 @@ class Family:
 
     @cached_property
     def after3_dir(self) -> Path | None:
-        """The checkpoint after three training steps, where the set has one."""
+        """The checkpoint after three training steps, if the set has one."""
         return next((p.parent for p in (self.root / "ckpt_after3").rglob("_CHECKPOINT_METADATA")), None)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""One ACRLPD update in NumPy: float64, gradients by differences. No code of pirl's agents.
+"""One ACRLPD update in NumPy: float64, gradients by finite differences; shares no code with pirl's agents.
 
 The policy is an MLPFlow, the critic an MLPCritic, both optimizers are plain gradient descent.
 """
@@ -14,7 +14,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the update is told; names as in the configs."""
+    """Settings of the update; names as in the configs."""
 
     actor: str
     loss: str
@@ -70,7 +70,7 @@ def gelu(x):
 
 
 def velocity(policy: Tree, state, x, t):
-    """dx/dt of one noisy chunk [H, A] per state; any axes may be in front of all three."""
+    """dx/dt of one noisy chunk [H, A] per state; all three may have leading axes."""
     h = np.concatenate([state, x.reshape(*x.shape[:-2], -1), t[..., None]], axis=-1)
     for i in range(len(policy)):
         h = h @ policy[f"dense_{i}"]["kernel"] + policy[f"dense_{i}"]["bias"]
@@ -88,7 +88,7 @@ def sample(policy: Tree, state, noise, steps: int):
 
 
 def outputs(s: Settings, critic: Tree, state, chunk, steps: int | None = None):
-    """What each member predicts for one chunk per state: [E, ...] or [E, ..., bins]; or for its first steps alone."""
+    """Each member's outputs for one chunk per state, or its first steps: [E, ...] or [E, ..., bins]."""
     looks = s.critic_horizon if steps is None else steps
     chunk = np.clip(chunk[..., :looks, : s.real_dims], -s.action_clip, s.action_clip)
     eyes = critic["layer_0"]["state"]
@@ -144,7 +144,7 @@ def error(s: Settings, out, y):
 
 
 def gradient(loss, tree: Tree, step: float = 1e-5) -> Tree:
-    """Central differences, one number after the other."""
+    """Central differences, element by element."""
     moved = copied(tree)
 
     def of(node: Tree) -> Tree:
@@ -210,12 +210,12 @@ def target(s: Settings, online: Tree, slow: Tree, candidates, batch: Tree, pair,
 
 
 def together(s: Settings, values, pair):
-    """One value of an ensemble's, on axis 0."""
+    """Aggregate an ensemble over axis 0."""
     return {"mean": values.mean(0), "min": values.min(0), "random_pair": values[pair].min(0)}[s.aggregation]
 
 
 def heads(s: Settings, critic: Tree, slow: Tree, batch: Tree, pair) -> dict:
-    """Steps of each head -> (what it learns of [B], weights by the side on which it is [E, B])."""
+    """Steps of each head -> (targets [B], expectile weights [E, B])."""
     state, chunk, found, looks = batch["observations"]["state"], batch["critic_actions"], {}, None
     for steps in ([s.partial] if s.partial else []) + ([0] if s.value == "expectile" else []):
         higher = together(s, members(s, slow, state, chunk, looks), pair)
@@ -226,7 +226,7 @@ def heads(s: Settings, critic: Tree, slow: Tree, batch: Tree, pair) -> dict:
 
 
 def critic_loss(s: Settings, critic: Tree, candidates, batch: Tree, y, heads: dict):
-    """(loss without Cal-QL, Cal-QL's penalty, loss of each head), means over members and samples that count."""
+    """(loss without Cal-QL, Cal-QL's penalty, loss of each head): means over members and unmasked samples."""
     counted = batch["sequence_mask"] > 0
     state, chunk = batch["observations"]["state"][counted], batch["critic_actions"][counted]
     loss, penalty = error(s, outputs(s, critic, state, chunk), y[counted]).mean(), 0.0
@@ -244,7 +244,7 @@ def critic_loss(s: Settings, critic: Tree, candidates, batch: Tree, y, heads: di
 
 
 def flow_losses(s: Settings, policy: Tree, state, chunks, valid, noise, times):
-    """Mean over draws, valid steps and real dimensions, for each sample."""
+    """Flow loss per sample: mean over draws, valid steps and real dimensions."""
     per_step = np.zeros(valid.shape)
     for d in range(times.shape[1]):
         eps, t = noise[:, d], times[:, d, None, None]
@@ -269,7 +269,7 @@ def fitted_beta(advantage, target_ess: float, cap: float) -> float:
 
 
 def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, Tree, Tree]:
-    """(new state, metrics, what the numbers exercised). State: step, policy, critic, their ema_, target_, scalars."""
+    """(new state, metrics, facts on covered cases). State: step, policy, critic, their ema_, target_, scalars."""
     info: Tree = {"disagree": False, "clipped": [], "critic_losses": []}
     size, here = len(batch["actions"]), batch["observations"]["state"]
     policy, critic = state["policy"], state["critic"]
@@ -354,7 +354,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Draws) -> tuple[Tree, T
         new_critic = mapped(lambda x, g: x - s.critic_rate * g, new_critic, grads)
         slow = mapped(lambda old, new: (1 - s.tau) * old + s.tau * new, slow, new_critic)
 
-    # What adapts
+    # Adaptive scalars
     beta, mean_weight = state["beta"], state["mean_weight"]
     imitated = imitable.any(1)
     if compares:

@@ -1,6 +1,6 @@
-"""π₀ written the slow way, in NumPy float64: one joint pass, a full attention matrix, Python loops.
+"""A slow reference π₀ in NumPy float64: one joint pass, a full attention matrix, Python loops.
 
-It shares no code with `pirl.models` and serves as an independent reading of the architecture.
+It shares no code with `pirl.models`: an independent implementation of the architecture.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ def dense(x, p):
 
 
 def siglip(p, image, config: Pi0Config):
-    """One picture [h, w, 3] in [-1, 1] to tokens."""
+    """One image [h, w, 3] in [-1, 1] to tokens."""
     patch = config.vision.patch_size
     rows, columns = image.shape[0] // patch, image.shape[1] // patch
     x = np.stack(
@@ -87,7 +87,7 @@ def rope(x, position):
 
 
 def lora_weight(p, config: GemmaConfig):
-    """The dense matrix an attention projection with its adapter amounts to; the output projection sums heads of b."""
+    """The dense matrix of an attention projection with its adapter; the output projection sums over heads of b."""
     if config.attn_lora is None:
         return p["w"]
     return p["w"] + config.attn_lora.scaling * np.einsum("...ir,...ro->...io", p["lora_a"], p["lora_b"])
@@ -132,7 +132,7 @@ def velocity(params, config: Pi0Config, images, image_masks, state, tokens, toke
         suffix = np.concatenate([dense(np.asarray(state, F64), p["state_proj"])[None], actions])
         blocks = [1] + [2] * len(actions)
 
-    # A token sees the tokens of its own block and of earlier ones, as long as both are real.
+    # Tokens attend to their own and earlier blocks; both tokens must be valid.
     block = np.array([0] * len(prefix) + blocks)
     valid = np.array(valid + [True] * len(suffix))
     sees = (block[None, :] <= block[:, None]) & valid[None, :] & valid[:, None]

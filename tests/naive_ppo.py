@@ -1,4 +1,4 @@
-"""One FlowPPO update in NumPy: float64, row by row, gradients by differences. No code of pirl's agents.
+"""One FlowPPO update in NumPy: float64, row by row, finite differences; shares no code with pirl's agents.
 
 The policy is an MLPFlow, the critic an MLPCritic, all optimizers are plain gradient descent. The step of Flow-SDE is in
 πRL's form: weights of the two end points that the velocity points from and to.
@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the update is told; names as in the config."""
+    """Settings of the update; names as in the config."""
 
     exploration: str
     noise_level: float
@@ -61,7 +61,7 @@ def step(s: Settings, groups: Tree, state, x, number: int):
 
 
 def reduced(s: Settings, batch: Tree, b: int, found: list) -> float:
-    """Over denoising steps, executed steps, and real dimensions."""
+    """Reduce over denoising steps, executed steps and real dimensions."""
     numbers = [
         one[h, a] for one in found for h in range(one.shape[0]) if batch["executed"][b, h] for a in range(s.real_dims)
     ]
@@ -69,7 +69,7 @@ def reduced(s: Settings, batch: Tree, b: int, found: list) -> float:
 
 
 def log_densities(s: Settings, groups: Tree, batch: Tree, b: int):
-    """Log-density of every number of every random step."""
+    """Elementwise log density of every random step."""
     path, first = batch["notes"]["path"][b], int(batch["notes"]["step"][b])
     found = []
     for i in range(len(path) - 1):
@@ -79,7 +79,7 @@ def log_densities(s: Settings, groups: Tree, batch: Tree, b: int):
 
 
 def divergences(s: Settings, groups: Tree, old: Tree, batch: Tree, b: int):
-    """KL(old ‖ new) of every number of every random step."""
+    """Elementwise KL(old ‖ new) of every random step."""
     path, first = batch["notes"]["path"][b], int(batch["notes"]["step"][b])
     found = []
     for i in range(len(path) - 1):
@@ -126,7 +126,7 @@ def value_errors(s: Settings, critic: Tree, batch: Tree):
 
 
 def update(s: Settings, state: Tree, batch: Tree, draws: Tree) -> tuple[Tree, Tree]:
-    """(new groups, metrics). `state` has policy, noise, critic, and those that rolled out in `old`."""
+    """(new groups, metrics). `state` has policy, noise, critic, and the rollout weights in `old`."""
     old, share = state["old"], batch["weight"] / batch["weight"].mean()
     rows = [b for b in range(len(share)) if share[b] > 0]
     before = {b: log_densities(s, old, batch, b) for b in rows}
@@ -206,7 +206,7 @@ def update(s: Settings, state: Tree, batch: Tree, draws: Tree) -> tuple[Tree, Tr
 
 
 def advantages(rewards: list[float], starts: list[int], values: list[float], after: float, gamma: float, lam: float):
-    """As sums over all that follows: Σ_j Π_{i<=m<j} (γ^L_m λ) δ_j."""
+    """GAE as explicit sums: Σ_j Π_{i<=m<j} (γ^L_m λ) δ_j."""
     ends = [*starts[1:], len(rewards)]
     plan_rewards = [sum(gamma**k * rewards[a + k] for k in range(b - a)) for a, b in zip(starts, ends, strict=True)]
     factors = [gamma ** (b - a) for a, b in zip(starts, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""One RIPT update in NumPy: float64, sample by sample, gradients by differences. No code of pirl's agents.
+"""One RIPT update in NumPy: float64, sample by sample, finite differences; shares no code with pirl's agents.
 
 The policy is an MLPFlow, the optimizer plain gradient descent.
 """
@@ -17,7 +17,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the update is told; names as in the config."""
+    """Settings of the update; names as in the config."""
 
     loss: str
     real_dims: int
@@ -54,7 +54,7 @@ def advantages(rewards: list[list[float]], how: str, limit: float) -> list[list[
 
 
 def nft(v: float, old: float, u: float, advantage: float, beta: float) -> float:
-    """The two branches, as the paper has them."""
+    """The two branches, as in the paper."""
     r = advantage / 2 + 1 / 2
     positive = (1 - beta) * old + beta * v
     negative = (1 + beta) * old - beta * v
@@ -62,7 +62,7 @@ def nft(v: float, old: float, u: float, advantage: float, beta: float) -> float:
 
 
 def nft_as_trust_region(v: float, old: float, u: float, advantage: float, beta: float) -> float:
-    """The same, multiplied out around v_old."""
+    """`nft`, expanded around v_old."""
     d, e = v - old, u - old
     return beta**2 * d**2 - 2 * beta * advantage * e * d + e**2
 
@@ -73,7 +73,7 @@ def fpo(loss: float, old: float, advantage: float, clip: float) -> tuple[float, 
 
 
 def weights(s: Settings, advantage: list[float]) -> list[float]:
-    """What is made of each advantage; all rows count."""
+    """The loss weight of each advantage; no padding."""
     if s.loss == "nft":
         return [min(max(a, -1.0), 1.0) for a in advantage]
     if s.loss in ("raw", "fpo"):
@@ -90,7 +90,7 @@ def weights(s: Settings, advantage: list[float]) -> list[float]:
 
 
 def folded(policy: Tree, condition) -> Tree:
-    """The weights with the condition in the first bias."""
+    """The weights with the condition added to the first bias."""
     if condition is None:
         return policy
     first = policy["dense_0"]
@@ -98,7 +98,7 @@ def folded(policy: Tree, condition) -> Tree:
 
 
 def sample(fields: list[tuple[float, Tree]], state, noise, steps: int):
-    """From noise to chunks along a weighted sum of fields."""
+    """From noise to chunks along a weighted sum of velocity fields."""
     x = noise
     for i in range(steps):
         t = np.full(x.shape[:-2], 1 - i / steps)
@@ -107,7 +107,7 @@ def sample(fields: list[tuple[float, Tree]], state, noise, steps: int):
 
 
 def flow_losses(s: Settings, policy: Tree, states, chunks, steps, noise, times):
-    """Mean over draws, counted steps and real dimensions, for each sample."""
+    """Flow loss per sample: mean over draws, counted steps and real dimensions."""
     found = np.zeros(len(chunks))
     for b, chunk in enumerate(chunks):
         for eps, t in zip(noise[b], times[b], strict=True):
@@ -133,7 +133,7 @@ def nft_losses(s: Settings, policy: Tree, old: Tree, batch: Tree, rows, noise, t
 
 
 def update(s: Settings, state: Tree, batch: Tree, draws: Tree) -> tuple[Tree, Tree]:
-    """(new state, metrics). State: policy, old, and with `cfg` condition, old_condition; averages as ema_... ."""
+    """(new state, metrics). State: policy, old; with `cfg` also condition, old_condition; EMAs as ema_... ."""
     counted = batch["weight"] > 0
     batch = {name: batch[name][counted] for name in ("actions", "executed", "advantage")} | {
         "observations": {"state": batch["observations"]["state"][counted]},

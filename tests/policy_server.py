@@ -1,4 +1,4 @@
-"""A policy server as OpenPI's, with a plan that says what it was asked. Runs in a thread."""
+"""A policy server like OpenPI's, in a thread; its plans encode the request."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +15,14 @@ HORIZON, SIZE = 6, 2
 
 
 def plan(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Actions of step k are (state + k, number of the request)."""
+    """The action of step k is (state + k, request number)."""
     start = float(np.asarray(request["observation/state"])[0])
     return {"actions": np.stack([start + np.arange(HORIZON), np.zeros(HORIZON)], 1).astype(np.float32), "value": 0.5}
 
 
 @dataclass
 class Server:
-    """What a test sees of it."""
+    """A test's handle on the server."""
 
     port: int
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Server:
     keys: list[str | None] = field(default_factory=list)
 
     def drop(self) -> None:
-        """Cut all connections, as a server that dies does."""
+        """Cut all connections, like a server that dies."""
         for connection in self.connections:
             connection.socket.close()
         self.connections.clear()
@@ -44,7 +44,7 @@ def policy_server(
     port: int = 0,
     key: str | None = None,
 ) -> Iterator[Server]:
-    """Serves until the block ends. An answer that is text is sent as an error, and the connection closed."""
+    """Serve inside the context. Text answers are sent as errors, and close the connection."""
 
     def converse(connection: Any) -> None:
         running.connections.append(connection)

@@ -1,4 +1,4 @@
-"""What every pool of environments promises, as tests: each pool's own test module inherits them."""
+"""The contract of every environment pool, as tests that each pool's test module inherits."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def chunk(length: int, seed: int = 0) -> np.ndarray:
 
 
 def plain(answer: Any) -> Any:
-    """An answer with arrays that can be compared, values and types."""
+    """An answer with arrays replaced by comparable values and dtypes."""
     match answer:
         case np.ndarray():
             return str(answer.dtype), answer.tolist()
@@ -29,7 +29,7 @@ def plain(answer: Any) -> Any:
 
 
 def play(pool: EnvPool) -> list[Any]:
-    """A conversation: all slots, some slots, an episode that ends inside a chunk, a slot that starts anew."""
+    """A sequence of calls: all slots, some slots, an episode that ends inside a chunk, a restarted slot."""
     said = [
         pool.start({slot: Context("count", 10 + slot) for slot in range(5)}),
         pool.advance({slot: chunk(3, slot) for slot in range(5)}, every_picture=False),
@@ -42,7 +42,7 @@ def play(pool: EnvPool) -> list[Any]:
 
 
 class PoolContract:
-    """Inherit, with a fixture `pool` of 5 slots over `rollout_envs.counting`."""
+    """Inherit this and provide a fixture `pool` with 5 slots of `rollout_envs.counting`."""
 
     def test_describes_its_environments(self, pool: EnvPool) -> None:
         assert isinstance(pool, EnvPool)
@@ -77,7 +77,7 @@ class PoolContract:
         assert (ended.terminated, ended.truncated, ended.success) == (True, False, True)
 
     def test_answers_can_be_written_to(self, pool: EnvPool) -> None:
-        """Memory of a pipe or an object store would be read-only, and stay occupied while anyone looks at it."""
+        """Views into a pipe's or object store's memory would be read-only and keep that memory allocated."""
         started = pool.start({0: Context("count", 0)})[0]
         assert isinstance(started, Started)
         assert started.observation["camera 0"].flags.writeable

@@ -1,4 +1,4 @@
-"""Small environments that misbehave when told to. Workers import this module, so it needs nothing but NumPy."""
+"""Small environments that fail on demand. Workers import this module, so it only needs NumPy."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from pirl.records import Context
 
 
 class CountingEnv(RobotEnv):
-    """State (initial number, steps, sum of all actions). The task `count` ends with success after 7 steps; any other
-    task goes wrong as its name says, with action number `init`, or at once where that is 0.
+    """State: (init, steps, sum of all actions). The task `count` succeeds after 7 steps; any other task fails as its
+    name says at action number `init`, or at the start for init 0.
     """
 
     robot = "counting"
@@ -65,7 +65,7 @@ def counting(size: int) -> EnvBatch:
 
 
 class InspectingEnv(CountingEnv):
-    """Its state says what the process is like in which it runs."""
+    """Its state describes the process in which it runs."""
 
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
         ignores = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -78,7 +78,7 @@ def inspecting(size: int) -> EnvBatch:
 
 
 class VectorisedEnvs:
-    """Acts in all slots or fails as a whole; if `wrong`, there is a reward too few."""
+    """Acts in all slots or fails as a whole; with `wrong` it returns one reward too few."""
 
     def __init__(self, size: int, *, wrong: bool = False) -> None:
         self.inner = inner = SeparateEnvs([CountingEnv() for _ in range(size)])
@@ -113,14 +113,14 @@ def slow(size: int) -> EnvBatch:
 
 
 def late(log: Path, failures: int, size: int) -> EnvBatch:
-    """Fails the first times, then works; every attempt leaves a line."""
+    """Fails the first times, then works; writes a line per attempt."""
     with log.open("a") as file:
         file.write("attempt\n")
     return counting(size) if len(log.read_text().split()) > failures else broken(size)
 
 
 def held_back(folder: Path, free: int, size: int) -> EnvBatch:
-    """The first workers start at once, those after them when there is a file `go`."""
+    """The first workers start at once, later ones wait for a file `go`."""
     with (folder / "log").open("a") as file:
         file.write("attempt\n")
     if len((folder / "log").read_text().split()) > free:
@@ -129,7 +129,7 @@ def held_back(folder: Path, free: int, size: int) -> EnvBatch:
 
 
 class MeetingEnv(CountingEnv):
-    """Number `init` acts when number `1 - init` acts as well, and not before."""
+    """Environment `init` waits at each action until environment `1 - init` acts too."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""Folders as runs and evaluations leave them, written file by file."""
+"""Writes synthetic folders of runs and evaluations, file by file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def rate(successes: int, trials: int, low: float = 0.25, high: float = 0.75) -> 
 def write_evaluation(
     run: Path, outcomes: Sequence[bool], *, films: Mapping[int, bytes], name: str = "60-test", **asked: Any
 ) -> Path:
-    """The results of episodes that take two tasks in turn, and films of some of them."""
+    """Write results of episodes that alternate between two tasks, with videos of some."""
     folder = run / "evaluations" / name
     folder.mkdir(parents=True)
     tasks = [("red", "blue")[i % 2] for i in range(len(outcomes))]
@@ -54,7 +54,7 @@ def write_evaluation(
 def write_run(
     base: Path, name: str = "debug/first", steps: int = 60, *, success: bool = True, config: str = ""
 ) -> Path:
-    """A run of some steps with a loss that falls, a success rate that rises, and one checkpoint."""
+    """Write a run with a falling loss, a rising success rate and one checkpoint."""
     folder = base / name
     folder.mkdir(parents=True)
     records: list[tuple[int, dict[str, float | None]]] = []

@@ -1,4 +1,4 @@
-"""A small checkpoint behind a server, and clients without a library of ours."""
+"""A small checkpoint behind a server, and clients that do not use pirl's library."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ SEEN = {"observation/state": np.array([0.3, -0.2], np.float32), "prompt": "go ri
 
 
 class Client:
-    """What openpi_client.WebsocketClientPolicy does, over websockets and msgpack alone."""
+    """openpi_client.WebsocketClientPolicy, reimplemented with websockets and msgpack."""
 
     def __init__(self, port: int, *, scheme: str = "ws", **options: Any) -> None:
         address, limits = f"{scheme}://127.0.0.1:{port}", {"open_timeout": 30, "close_timeout": 5}
@@ -72,7 +72,7 @@ def load(location: Path, *, best_of: int = 1, settings: dict[str, Any] | None = 
 
 @contextmanager
 def running(planner: Planner | Callable[..., Planner], **changes: Any) -> Iterator[PolicyServer]:
-    """A server of this planner, or of what a function loads."""
+    """Run a server with a planner, or with a function that loads one."""
     options = {name: changes.pop(name) for name in ("safety", "on_exchange", "on_close") if name in changes}
     loads = (lambda replaced: planner) if isinstance(planner, Planner) else planner
     with in_background(PolicyServer(loads, replace(SETTINGS, **changes), **options)) as server:

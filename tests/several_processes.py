@@ -1,4 +1,4 @@
-"""Processes that train together on this machine, on simulated devices."""
+"""Runs several JAX processes together on this machine, with simulated devices."""
 
 import os
 import socket
@@ -17,9 +17,9 @@ def start_together(
     environment: Mapping[str, str] = MappingProxyType({}),
     logs: Path | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Run Python with these arguments in several processes that find each other, or alone in one.
+    """Start Python with these arguments in several connected processes, or in a single one.
 
-    Each has so many devices. What they write goes into `logs`/PROCESS.log, or errors into a pipe.
+    Each has `devices` devices. Output goes to `logs`/PROCESS.log; without `logs`, stderr goes to a pipe.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

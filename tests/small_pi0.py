@@ -1,4 +1,4 @@
-"""π₀ with a handful of numbers, and what it is asked: for tests of programs that should all give the same."""
+"""A tiny π₀ and its inputs, for tests that compare programs which must give equal results."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ HALF = replace(SMALL, dtype="bfloat16", vlm=replace(VLM, head_dim=16), expert=re
 
 
 def weights(config: Pi0Config) -> Any:
-    """No leaf is zero, as many are when they are new."""
+    """Weights without zero leaves, of which fresh weights have many."""
     rng = np.random.default_rng(0)
     return nest(
         {path: jnp.asarray(rng.normal(0, 0.25, leaf.shape), jnp.float32) for path, leaf in declare(config).items()}
@@ -50,7 +50,7 @@ def weights(config: Pi0Config) -> Any:
 
 
 def observation(config: Pi0Config) -> Observation:
-    """The first camera of one sample is missing, so that what is real does not come first; prompts differ in length."""
+    """One sample lacks its first camera, so that valid tokens do not come first; prompts differ in length."""
     rng = np.random.default_rng(1)
     present = ([True, False, True], [True, True, True], [True, False, False])
     size = (BATCH, config.image_size, config.image_size, 3)

@@ -1,4 +1,4 @@
-"""Training runs small enough for tests: a policy on states alone, compiled once, and what they leave behind."""
+"""Training runs small enough for tests (a state-only policy, compiled once), and readers of their results."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ _CACHE = {
 
 @contextmanager
 def compiled_once(folder: Path) -> Iterator[dict[str, str]]:
-    """Programs are kept in a folder, since every run jits anew; gives the environment in which processes use it too."""
+    """Use a persistent compile cache, because every run jits anew; yields environment variables for child processes."""
     settings = {**_CACHE, "jax_compilation_cache_dir": str(folder)}
     before = {name: getattr(jax.config, name) for name in settings}
     try:
@@ -43,11 +43,11 @@ def compiled_once(folder: Path) -> Iterator[dict[str, str]]:
 def _configure(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # jax looks at the folder's name once
+    compilation_cache.reset_cache()  # jax reads the folder setting only once
 
 
 def small_run(folder: Path, agent: AgentConfig, **changes: Any) -> RLTrainConfig:
-    """The debug recipe with a policy of two small layers and no pictures; a critic with dropout."""
+    """The debug recipe with a two-layer policy without images, and a critic with dropout."""
     recipe = get_config("debug")
     steps = 1 if agent.one_step else getattr(agent, "flow_steps", recipe.rollout.flow_steps)
     small = replace(
@@ -66,26 +66,26 @@ def small_run(folder: Path, agent: AgentConfig, **changes: Any) -> RLTrainConfig
 
 
 def restored(config: RLTrainConfig, step: int | None = None) -> TrainState:
-    """The state a run left (of its latest step, if none is named), on this process's devices."""
+    """A run's saved state (default: of its latest step), on this process's devices."""
     with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as checkpoints:
         shapes = jax.eval_shape(build_agent(config).init, jax.random.key(0))
         return checkpoints.restore(sharded_shapes(make_mesh(), shapes), step)
 
 
 def steps_of(config: RLTrainConfig) -> list[int]:
-    """Its complete checkpoints."""
+    """Steps of a run's complete checkpoints."""
     with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as checkpoints:
         return checkpoints.all_steps()
 
 
 def position_of(config: RLTrainConfig) -> dict[str, Any]:
-    """What is stored beside the latest state: where the data, the metrics and the patience stand, without clocks."""
+    """The latest checkpoint's position (data, metrics, patience), without times."""
     with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as checkpoints:
         return {name: value for name, value in checkpoints.extra().items() if name != "closing"}
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without clocks and memory: what the run alone decides. Empty before the first record."""
+    """The deterministic part of metrics.jsonl: without times and memory. Empty before the first record."""
     file = run / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found = [
@@ -96,22 +96,22 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def table(run: Path) -> list[list[str]]:
-    """metrics.csv without clocks and memory, header first."""
+    """The deterministic part of metrics.csv, header first."""
     with (run / "metrics.csv").open(newline="") as file:
         rows = list(csv.reader(file))
     kept = [i for i, name in enumerate(rows[0]) if _decided(name)]
     found = [[row[i] for i in kept] for row in rows]
-    return [row for row in found if any(row[1:])]  # a row of its own tells that the watchdog found the machine busy
+    return [row for row in found if any(row[1:])]  # drop rows that only hold watchdog alarms about a busy machine
 
 
 def _decided(name: str) -> bool:
-    # A busy machine delivers data late; a full one has little memory or disk left.
+    # These depend on the machine's load, memory and disk.
     machine = ("time", "health/stall", "health/memory", "health/disk")
     return name not in machine and not name.startswith(("time/", "memory/"))
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
-    """Same structure, types and bits."""
+    """Assert the same structure, dtypes and bits."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, left), right in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
         assert right.dtype == left.dtype, path
@@ -119,7 +119,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 
 
 def assert_close(found: Any, expected: Any, *, rtol: float, atol: float) -> None:
-    """Same structure, and every number within the tolerances."""
+    """Assert the same structure, and numbers equal within tolerances."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, left), right in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(

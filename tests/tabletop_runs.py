@@ -26,21 +26,21 @@ from pirl.rollout.pool import LocalPool
 from pirl.training.build import build_chunk_policy, build_stream
 
 FAST: dict[str, Any] = {"xla_backend_optimization_level": 1}
-"""Here the time goes into computing, so let the compiler work a little (tests/conftest.py tells it not to)."""
+"""These tests spend their time computing, so they raise the optimisation level that tests/conftest.py lowers."""
 if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
     FAST["xla_cpu_use_fusion_emitters"] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Demonstrations, and how a policy reads them."""
+    """Demonstrations with a policy's configuration and transform."""
 
     config: RLTrainConfig
     demos: Sequence[Rollout]
     transform: Transform
 
     def source(self, demos: Sequence[Rollout] | None = None) -> MemorySource:
-        """The demonstrations (or others) as training data."""
+        """The demonstrations, or `demos`, as training data."""
         cameras = self.config.cameras
         chosen = self.demos if demos is None else demos
         frames = [replay_frames(self.transform, rollout.frames, cameras, borders=False) for rollout in chosen]
@@ -49,7 +49,7 @@ class Table:
 
 
 def table(config: RLTrainConfig, *, demos: int, seed: int) -> Table:
-    """Imperfect demonstrations of the level, the same for the same seed."""
+    """Imperfect demonstrations of the level, deterministic given the seed."""
     with LocalPool(config.env, 1) as pool:
         contexts = random_contexts(pool.info, demos, np.random.default_rng(11 + 100 * seed))
     made = demonstrate(config.env, contexts, seed=12 + seed)
@@ -69,10 +69,11 @@ def table(config: RLTrainConfig, *, demos: int, seed: int) -> Table:
 def train_offline(
     config: RLTrainConfig, on: Table, *, source: MemorySource | None = None, weights: Any = None, seed: int = 0
 ) -> TrainState:
-    """Every step of a configuration that learns from data alone."""
+    """Train an offline configuration for all its steps."""
     agent = build_agent(config)
     update = jax.jit(agent.update, donate_argnums=0, compiler_options=FAST)
     state = jax.jit(agent.init)(jax.random.key(seed), weights)
+    state = agent.heard(state, {}, lambda _: None)  # nothing is held out here
     with ACRLPDDataLoader(
         on.source() if source is None else source,
         on.transform,
@@ -89,13 +90,13 @@ def train_offline(
 
 
 def fast(policy: ChunkPolicy) -> ChunkPolicy:
-    """The policy, compiled for speed as well."""
+    """The policy, recompiled with FAST."""
     policy._act = jax.jit(policy._act.__wrapped__, compiler_options=FAST)
     return policy
 
 
 def train_groups(config: RLTrainConfig, on: Table, *, weights: Any, seed: int = 0) -> TrainState:
-    """Every iteration of RIPT."""
+    """Train RIPT for all its iterations."""
     config = replace(config, seed=seed)
     agent = build_agent(config)
     update = jax.jit(agent.update, donate_argnums=0, compiler_options=FAST)
@@ -113,7 +114,7 @@ def train_groups(config: RLTrainConfig, on: Table, *, weights: Any, seed: int = 
 
 
 def success(config: RLTrainConfig, on: Table, state: TrainState, *, best_of: int = 1, episodes: int = 400) -> Rate:
-    """Over states that nothing was trained or tuned on."""
+    """Success rate on test states, on which nothing was trained or tuned."""
     config = replace(config, rollout=replace(config.rollout, num_envs=200))
     policy = fast(build_chunk_policy(config, build_agent(config), on.transform, best_of=best_of))
     with LocalPool(config.env, 200) as pool:
@@ -122,7 +123,7 @@ def success(config: RLTrainConfig, on: Table, state: TrainState, *, best_of: int
 
 
 def shuffled(demos: Sequence[Rollout], seed: int) -> list[Rollout]:
-    """The same episodes with each other's outcomes: nothing is left to learn."""
+    """The episodes with permuted outcomes, which carry no information."""
     outcomes = np.random.default_rng(seed).permutation([bool(rollout.episode.success) for rollout in demos]).tolist()
 
     def labelled(rollout: Rollout, outcome: bool) -> Rollout:

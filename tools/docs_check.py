@@ -1,12 +1,13 @@
 """`make docs-check`: runs the commands and Python blocks of README*.md and docs/*.md, so that they cannot go stale.
 
-`tests/test_docs.py` checks that they parse; this runs them, in a temporary folder, small. What is made smaller and what
-is left out stands in docs_tables.py and is said at the end. What is in no table runs as it is, and must succeed.
+`tests/test_docs.py` checks that they parse; this runs them in a temporary folder, at reduced size. docs_tables.py
+defines what is reduced or left out, which is reported at the end. Everything else runs unchanged and must succeed.
 
     python tools/docs_check.py                         everything
     python tools/docs_check.py docs/data.md            a page (and the quickstart, on whose results the others rest)
 
-The quickstart runs first, beside a few datasets. Every other page runs in a copy of what that leaves, some at a time.
+The quickstart runs first, with a few datasets. Every other page runs in a copy of the resulting folder, several at a
+time.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from pirl.recipes import get_config, load
 ROOT = Path(__file__).parents[1]
 BASE = "docs/quickstart.md"
 LIMIT = 1200
-"""Seconds that a command may take."""
+"""Time limit of a command in seconds."""
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 STEP = re.compile(r"checkpoints/(\w+)/(\w+)/(\d+)")
 
@@ -45,15 +46,15 @@ class Done:
     page: str
     command: str
     ran: str = ""
-    """What was run in its place: it itself, or something smaller."""
+    """The command that was run: the original or a reduced one."""
     why: str = ""
-    """Why it was not run."""
+    """Reason why it was not run."""
     problem: str = ""
-    """What went wrong."""
+    """Failure message."""
 
 
 def commands(page: str) -> Iterator[str]:
-    """Commands and Python blocks in their order; a script that begins with #! is one command."""
+    """A page's commands and Python blocks in order; a script that begins with #! is one command."""
     for language, code in FENCE.findall((ROOT / page).read_text()):
         if code.lstrip().startswith("#!") or (language == "python" and page not in TESTED):
             yield code
@@ -63,15 +64,15 @@ def commands(page: str) -> Iterator[str]:
 
 
 def smaller(command: str, folder: Path) -> str:
-    """The same, of a size that fits here."""
-    text = STEP.sub(r"checkpoints/\1/\2", command)  # the latest step, whichever that now is
+    """The command with reduced sizes."""
+    text = STEP.sub(r"checkpoints/\1/\2", command)  # the latest step, which reduced runs change
     for pattern, instead in INSTEAD.items():
         text = re.sub(pattern, instead, text)
     text = re.sub(r" --episodes (\d+)", lambda found: f" --episodes {max(4, int(found[1]) // 25)}", text)
     hundredth = r" --(max-steps|online\.start-step) (\d+)"
     text = re.sub(hundredth, lambda found: f" --{found[1]} {max(1, int(found[2]) // 100)}", text)
     found = re.match(r"pirl (?:train|tune) (\S+)(?!.*(--help|--show-space))", text)
-    if not found or found[1].startswith("checkpoints/"):  # a run goes on with its own settings
+    if not found or found[1].startswith("checkpoints/"):  # a resumed run has its own settings
         return text
     recipe = found[1]
     config = load(str(folder / recipe) if recipe.endswith(".yaml") else recipe)
@@ -86,7 +87,7 @@ def smaller(command: str, folder: Path) -> str:
 
 
 def anew(text: str) -> str:
-    """The same where another page, or another line of alternatives, has left something."""
+    """The command adapted to results left by another page or an alternative line."""
     if found := re.match(r"pirl record (?!.*--append).*--repo-id (\S+)", text):
         return f"rm -rf $HF_LEROBOT_HOME/{found[1]} && {text}"
     if found := re.match(r"pirl recipes cp \S+ (\S+)", text):
@@ -99,7 +100,7 @@ def anew(text: str) -> str:
 
 
 def execute(text: str, folder: Path, home: Path) -> str:
-    """Run it; the end of what it said if it failed, else nothing."""
+    """Run a command; returns the end of its output if it failed, else ""."""
     devices = " --xla_force_host_platform_device_count=8" if "--mesh.fsdp 8" in text else ""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -121,7 +122,7 @@ def execute(text: str, folder: Path, home: Path) -> str:
 
 
 def wrong_step(command: str) -> str:
-    """A checkpoint's number that its recipe does not end with."""
+    """A checkpoint number in the command that differs from its recipe's last step."""
     for recipe, run, step in STEP.findall(command):
         try:
             last = get_config(recipe).num_train_steps
@@ -138,13 +139,13 @@ class Check:
     def __init__(self, work: Path) -> None:
         self.work, self.results = work, list[Done]()
         self._problems: dict[object, Future[str]] = {}
-        """What went wrong ("" for nothing), by a command alone, or by all of a page's commands up to it."""
+        """Failure messages ("" for success), keyed by a single command or by a page's commands up to it."""
         self._lock = threading.Lock()
         self._base: set[str] = set()
-        """What the quickstart ran: the other pages begin with what that left."""
+        """Commands of the quickstart, whose results the other pages start from."""
 
     def page(self, page: str, folder: Path) -> None:
-        """Every command of a page, in a folder that is ready for it."""
+        """Run every command of a page in a prepared folder."""
         self.given(page, folder)
         every = list(commands(page))
         for number, command in enumerate(every, 1):
@@ -164,13 +165,13 @@ class Check:
             self.results.append(Done(page, command, ran=text, problem=problem))
 
     def given(self, page: str, folder: Path) -> None:
-        """What is not the page's own, and must be there."""
+        """Create what the page takes for granted."""
         for text in GIVEN.get(page, ()):
             if problem := self.run(text, folder, key=(page, text)):
                 self.results.append(Done(page, text, ran=text, problem=problem))
 
     def run(self, text: str, folder: Path, *, key: object) -> str:
-        """Run it unless the same was run, or is being run; what went wrong."""
+        """Run a command unless the same is done or running; returns the failure message."""
         with self._lock:
             known, mine = self._problems.get(key), Future[str]()
             if known is None:
@@ -185,13 +186,13 @@ class Check:
         return problem
 
     def alone(self, text: str) -> None:
-        """Run it in a folder of its own."""
+        """Run a command in its own folder."""
         folder = Path(tempfile.mkdtemp(prefix="alone_", dir=self.work))
         (folder / "examples").symlink_to(ROOT / "examples")
         self.run(text, folder, key=text)
 
     def everything(self, pages: list[str], workers: int) -> None:
-        """The quickstart, then the other pages; beside them what stands alone."""
+        """Run the quickstart, then the other pages, in parallel with independent commands."""
         base = self.work / "quickstart"
         for name, robot in DATASETS.items():
             make_dataset(base / name, robot)
@@ -221,7 +222,7 @@ class Check:
 
 
 def leads_nowhere(text: str, later: list[str]) -> bool:
-    """Does nothing that comes later on the page go on from what this leaves? Then it is the same on every page."""
+    """Whether no later command on the page uses this command's results; then it needs to run only once."""
     found = re.match(r"pirl (train|tune) (\w+) (?!.*--resume)(?:.*--(?:exp-name|study) (\S+))?", text)
     if not found:
         return bool(LOOKS.search(text))
@@ -231,17 +232,17 @@ def leads_nowhere(text: str, later: list[str]) -> bool:
 
 
 def left_out(command: str) -> str:
-    """Why a command is not run; nothing if it is."""
+    """The reason why a command is not run; "" if it is."""
     return next((why for pattern, why in LEFT_OUT.items() if re.search(pattern, command)), "")
 
 
 def first_line(command: str) -> str:
-    """Of a block, enough to know it by."""
+    """A block's first line, to identify it."""
     return command.strip().splitlines()[0]
 
 
 def report(results: list[Done]) -> int:
-    """What was run, what smaller, what not; the exit code."""
+    """Print what was run, reduced and left out; returns the exit code."""
     groups = {
         "run as it stands": [one for one in results if one.ran == one.command and not one.problem],
         "run smaller": [one for one in results if one.ran not in ("", one.command) and not one.problem],
@@ -259,7 +260,7 @@ def report(results: list[Done]) -> int:
 
 
 def main() -> int:
-    """Check the pages that are named, or all."""
+    """Check the named pages, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", help="such as docs/data.md (default: all)")
     workers = max(2, (os.cpu_count() or 2) // 2)

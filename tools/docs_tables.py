@@ -1,4 +1,4 @@
-"""What `docs_check.py` makes smaller, leaves out, and gives to pages that take it for granted."""
+"""Tables for `docs_check.py`: what it reduces, leaves out, and creates for pages that take it for granted."""
 
 import re
 from pathlib import Path
@@ -27,25 +27,25 @@ LEFT_OUT = {
     r"^pirl (inspect checkpoint|eval|export \w+) (gs|hf)://": "downloads weights",
     r"--model pi0 |get_preset\(\"pi0\"\)": "needs full-size weights",
 }
-"""What is not run, and why. Python blocks are looked up here as well."""
+"""Commands and Python blocks that are not run -> the reason."""
 INSTEAD = {
     r"\.venv/bin/pirl": "pirl",
-    r"--init-weights (gs://\S+|\S+\.npz)": "",  # a tiny model starts from nothing
-    r'LeRobotWriter\("recordings/cubes"': 'LeRobotWriter("recordings/more_cubes"',  # others are there
+    r"--init-weights (gs://\S+|\S+\.npz)": "",  # a tiny model has random initial weights
+    r'LeRobotWriter\("recordings/cubes"': 'LeRobotWriter("recordings/more_cubes"',  # other datasets exist
     r"(tune bc_tabletop) --trials \d+": r"\1 --trials 2",
     r"(tune acrlpd_tabletop) --trials \d+": r"\1 --trials 1",
     r"^(pirl completion \w+) > ~/.*": r"\1 > completion",
     r"^(pirl plan .*)": r"\1 --debug",
 }
-"""What is replaced. Beyond this, in `docs_check.smaller`: a hundredth of the steps, a 25th of the
-episodes, `--debug` for full-size models."""
+"""Pattern -> replacement in commands. `docs_check.smaller` also takes a hundredth of the steps, a 25th of the episodes,
+and `--debug` for full-size models."""
 DATASETS = {
     **{f"recordings/{name}": "aloha" for name in ("fold_box", "attempts", "cubes")},
     **{f"recordings/{name}": "droid" for name in ("kitchen", "demos", "rollouts")},
     **{f"lerobot/lerobot/aloha_sim_{task}_human": "aloha_sim" for task in ("transfer_cube", "insertion")},
     **dict.fromkeys(("recordings/pick", "lerobot/physical-intelligence/libero", "lerobot/my/rollouts"), "libero"),
 }
-"""What pages take for granted: where, and whose. Names on the hub are in LeRobot's home."""
+"""Datasets that pages take for granted -> robot. Hub names are in LeRobot's home."""
 ALL_PAGES = "all pages, after the quickstart"
 GIVEN = {
     ALL_PAGES: (
@@ -66,15 +66,15 @@ GIVEN = {
     ),
     "docs/tuning.md": ("pirl tune acrlpd_tabletop --show-space > wide.yaml",),
 }
-"""What a page takes for granted beside the datasets."""
+"""Commands that create what a page takes for granted besides datasets."""
 ALONE = re.compile(r"^pirl (demo|doctor|plan (?!\S+\.yaml))|^python examples/")
-"""Needs nothing, and leaves nothing that others need: once, in a folder of its own, at any time."""
+"""Independent commands: they run once, in their own folder, at any time."""
 LOOKS = re.compile(r"^pirl (inspect|recipes (ls|show))\b|--(help|dry-run|show-space)\b")
-"""Leaves nothing behind: once."""
+"""Read-only commands: they run once."""
 
 
 def make_dataset(folder: Path, name: str, *, episodes: int = 3, steps: int = 60) -> None:
-    """A LeRobot dataset of a robot that moves at random; every other episode succeeds."""
+    """Write a LeRobot dataset of a robot with random motion; every other episode succeeds."""
     robot, rng, last = get_robot(name), np.random.default_rng(0), np.arange(steps) == steps - 1
     info = EnvInfo(robot=name, tasks=("",), num_inits=None, max_steps=steps, fps=10, action_dim=robot.action_dim)
     with RolloutRecorder(folder, info=info) as recorder:

@@ -1,10 +1,13 @@
-"""gym-aloha with pictures: imitation, filters, offline RL and rollouts, from the same imperfect demonstrations.
+"""gym-aloha: imitation, filters, offline RL and rollouts, from the same imperfect demonstrations.
 
-    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --seeds 0 1 2      one GPU, 16 cores: hours
-    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --minutes 9        stop, and go on another time
-    PYTHONPATH=src python benchmarks/results/aloha.py --run runs/aloha --report           write docs/results/aloha.md
+    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --seeds 0 1 2        one CPU core
+    PYTHONPATH=src python benchmarks/results/aloha.py pictures --run runs/aloha --seeds 0 1 2     GPU, 16 cores: hours
+    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --minutes 9          for a while
+    PYTHONPATH=src python benchmarks/results/aloha.py state --run runs/aloha --report             fill the page
 
-Needs the extra `aloha`, and for training a GPU. A π₀ of ten million parameters learns from scratch.
+Records, computes statistics, trains and evaluates; what is there is not done again. The page is docs/results/aloha.md,
+with every evaluation in aloha.jsonl beside it. It needs the extra `aloha`. From pictures a π₀ of ten million parameters
+learns from scratch, which takes a GPU; from joints and the cube's pose a multi-layer perceptron does.
 """
 
 import argparse
@@ -15,6 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ladder import DOCS, Ladder, Row, Task, say, write
+
+from pirl.recipes import get_config
+from pirl.training.config import CosineSchedule
 
 DIALS = ("--dials", "grasp_error=0.006", "waypoint_noise=0.01", "action_noise=0.005")
 TRANSFER = Task(
@@ -70,47 +76,82 @@ TRANSFER = Task(
         Row("acrlpd_ript", "ACRLPD, then RIPT", "ript_aloha_transfer_small", "acrlpd"),
     ),
 )
-TASKS = {TRANSFER.name: TRANSFER}
+
+
+def state_rows() -> tuple[Row, ...]:
+    """From joints and the cube's pose; every offline row after BC makes as many updates."""
+    bc, rl, ript = (f"{agent}_aloha_transfer_state" for agent in ("bc", "acrlpd", "ript"))
+    config = get_config(rl)
+    steps, schedule = str(config.num_train_steps), config.policy_schedule
+    assert isinstance(schedule, CosineSchedule)
+    alike = ("--pi0-lr", str(schedule.peak_lr), "--policy-schedule.decay-steps", steps, "--max-steps", steps)
+    return (
+        Row("untrained", "untrained (one update)", bc, settings=("--max-steps", "1")),
+        Row("bc", "BC", bc),
+        Row("bc_more", "BC, continued for as many updates as RL", bc, "bc", alike),
+        Row("successes", "BC, then successes only", bc, "bc", ("--data.successes-only", *alike)),
+        Row("filtered", "BC, then the best 30 % by discounted return", "filtered_aloha_transfer_state", "bc"),
+        Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
+        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=("--best-of", "8")),
+        Row("dsrl", "DSRL, offline", "dsrl_aloha_transfer_state", "bc"),
+        Row("ript", "**BC, then RIPT**", ript, "bc"),
+        Row("acrlpd_ript", "**ACRLPD, then RIPT**", ript, "acrlpd"),
+    )
+
+
+STATE = Task(
+    name="aloha_transfer_state",
+    record=(
+        *("bc_aloha_transfer_state", "--dials", "time_scale=0.5", "action_noise=0.02"),
+        *("miss=0.3", "let_go=0.3", "retry=0.2"),
+    ),
+    robot="aloha_sim_full",
+    horizon=10,
+    rows=state_rows(),
+)
+TASKS = {"state": STATE, "pictures": TRANSFER}
+TITLES = {STATE.name: "TransferCube from state", TRANSFER.name: "TransferCube from pictures"}
 
 
 def main() -> int:
     """Run the ladder, or write its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("task", choices=list(TASKS))
     add("--run", type=Path, required=True, help="folder of data, runs, evaluations, logs and results.jsonl")
     add("--seeds", type=int, nargs="+", default=[0])
     add("--demos", type=int, default=300)
     add("--episodes", type=int, default=200, help="test episodes of each row")
     add("--share", type=float, default=1.0, help="of each recipe's steps")
-    add("--rows", nargs="+", metavar="NAME", help="only these rows (and what they start from)")
-    add("--films", type=int, default=2, help="successes and failures to film of each row")
+    add("--rows", nargs="+", metavar="NAME", help="only these rows; name those that they start from as well")
+    add("--films", type=int, default=2, help="successes and failures to film of each row, from pictures")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that record")
     add("--jobs", type=int, default=3, help="rows at a time")
     add("--minutes", type=float, default=float("inf"))
     add("--report", action="store_true", help="only write the page")
     args, extra = parser.parse_known_args()
+    if args.report:
+        rows = {task.name: task.rows for task in TASKS.values()}
+        write(DOCS / "aloha.md", DOCS / "aloha.jsonl", args.run / "results.jsonl", rows, TITLES)
+        return 0
     args.run.mkdir(parents=True, exist_ok=True)
     done, deadline = True, time.time() + 60 * args.minutes
-    for task in () if args.report else TASKS.values():
-        one = replace(task, rows=tuple(row for row in task.rows if args.rows is None or row.name in args.rows))
-        for seed in args.seeds:
-            ladder = Ladder(
-                task=one,
-                run=args.run.absolute(),
-                seed=seed,
-                demos=args.demos,
-                episodes=args.episodes,
-                share=args.share,
-                films=args.films,
-                processes=args.processes,
-                deadline=deadline,
-                extra=tuple(extra),
-            )
-            done &= ladder.climb(args.jobs)
-    titles = {TRANSFER.name: "TransferCube from pictures"}
-    rows = {name: task.rows for name, task in TASKS.items()}
-    if args.report:
-        write(DOCS / "aloha.md", DOCS / "aloha.jsonl", args.run / "results.jsonl", rows, titles)
+    task = TASKS[args.task]
+    task = replace(task, rows=tuple(row for row in task.rows if args.rows is None or row.name in args.rows))
+    for seed in args.seeds:
+        ladder = Ladder(
+            task=task,
+            run=args.run.absolute(),
+            seed=seed,
+            demos=args.demos,
+            episodes=args.episodes,
+            share=args.share,
+            films=0 if args.task == "state" else args.films,
+            processes=args.processes,
+            deadline=deadline,
+            extra=tuple(extra),
+        )
+        done &= ladder.climb(args.jobs)
     say("done" if done else "not complete: the same command goes on")
     return 0 if done else 1
 

@@ -1,15 +1,15 @@
-"""Do two generations of `pirl improve` lift an imitated policy on the tabletop, and does a control stay where it was?
+"""Whether two generations of `pirl improve` lift an imitated policy on the tabletop while a control does not improve.
 
     python benchmarks/results/improve.py --seeds 0 1 2
 
 Each seed records imperfect demonstrations, clones them, and runs the loop in these ways (`--arms`):
 
-    corrected  ACRLPD on outcomes; a scripted supervisor watches half of the episodes that are collected and takes over
+    corrected  ACRLPD on outcomes; a scripted supervisor watches half of the collected episodes and takes over
     outcomes   the same without a supervisor
-    control    neither outcomes nor corrections: cloning, of the demonstrations and of all that the robot did
+    control    neither outcomes nor corrections: cloning of the demonstrations and all collected episodes
 
 The table has the success of the cloned policy and of each generation's candidate in `pirl eval`, on the same held-out
-states. Everything is a pirl command; after an interruption the same call goes on.
+states. Everything is a pirl command; after an interruption, repeat the call.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Arm(NamedTuple):
 
     recipe: str
     supervise: float
-    """Share of the episodes that the supervisor watches while collecting."""
+    """Share of the collected episodes that the supervisor watches."""
 
 
 ARMS = {
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def clone(args: argparse.Namespace, folder: Path, seed: int) -> None:
-    """Demonstrations, their statistics, and the policy that imitates them."""
+    """Make the demonstrations, their statistics and the cloned policy."""
     demos, start = folder / "demos", str(cloned(args, folder))
     stats = folder / "assets" / demos.name
     limits = ["--max-steps", str(args.clone_steps)]
@@ -85,11 +85,13 @@ def cloned(args: argparse.Namespace, folder: Path) -> Path:
 
 
 def loop(args: argparse.Namespace, folder: Path, seed: int, name: str) -> None:
-    """`pirl improve` from the cloned policy."""
+    """Run `pirl improve` from the cloned policy."""
     arm, place = ARMS[name], folder / name
     steps = ["--max-steps", str(args.steps), "--policy-schedule.decay-steps", str(args.steps)]
     # Success is measured once, by the loop's own check.
     steps += ["--evaluation.interval", str(args.steps), "--evaluation.episodes", "8"]
+    if arm.recipe == "acrlpd_tabletop":
+        steps += ["--agent.actor-warmup", "hold"]
     settings = {
         "folder": str(place),
         "recipe": arm.recipe,
@@ -113,14 +115,14 @@ def loop(args: argparse.Namespace, folder: Path, seed: int, name: str) -> None:
 
 
 def run(product: Path | None, words: Sequence[str]) -> None:
-    """A pirl command, unless what it makes is there."""
+    """Run a pirl command unless its product exists."""
     if product is None or not product.exists():
         print(f"$ pirl {shlex.join(words)}", flush=True)
         subprocess.run(pirl(*words), check=True)
 
 
 def table(args: argparse.Namespace) -> str:
-    """A line for each seed and way."""
+    """A table with one line per seed and way."""
     heads = ["seed", "way", "imitation", *(f"generation {n + 1}" for n in range(args.generations)), "corrected"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for seed in args.seeds:
@@ -137,7 +139,7 @@ def table(args: argparse.Namespace) -> str:
 
 
 def rate(file: Path) -> str:
-    """Success with its 95 % interval."""
+    """A success rate with its 95 % interval."""
     success = json.loads(file.read_text())["result"]["success"]
     return f"{success['rate']:.3f} ({success['low']:.2f} to {success['high']:.2f})"
 

@@ -1,9 +1,8 @@
-"""A ladder: one simulator, imperfect demonstrations, and the methods that learn from them, by a user's commands.
+"""A ladder: one simulator, imperfect demonstrations, and the methods that learn from them, run by pirl commands.
 
 Every stage is a process with a log in the run's folder: record, norm-stats, then each row's training and evaluation. A
-row starts from the weights of another one, and rows that are ready run side by side. What is there is not done again,
-and a training that was stopped goes on: repeat the command until the table is full. Each evaluation is one line of
-results.jsonl.
+row may start from another row's weights; rows that are ready run in parallel. Finished stages are skipped and stopped
+training runs resume: repeat the command until the table is full. Each evaluation is one line of results.jsonl.
 """
 
 import json
@@ -37,45 +36,45 @@ class Row:
     """One policy to measure."""
 
     name: str
-    """Names its folders."""
+    """Name of its folders."""
     title: str
-    """Names it in the table."""
+    """Name in the table."""
     recipe: str
-    """What trains it."""
+    """Recipe to train with."""
     start: str | None = None
-    """The row whose weights it starts from."""
+    """Row whose weights it starts from."""
     settings: tuple[str, ...] = ()
-    """More flags of `pirl train`."""
+    """Additional flags of `pirl train`."""
     of: str | None = None
-    """The row whose training it shares: only the evaluation is its own."""
+    """Row whose trained weights it evaluates, instead of training."""
     acting: tuple[str, ...] = ()
-    """More flags of `pirl eval`."""
+    """Additional flags of `pirl eval`."""
 
 
 DEMOS = Row("demos", "the demonstrations themselves", "")
-"""Noted when they are recorded: the first line of a table."""
+"""The first line of a table; its success rate is known from recording."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is recorded."""
+    """The recorded task."""
 
     name: str
-    """Names its folders, its page and its results."""
+    """Name of its folders, its page and its results."""
     record: tuple[str, ...]
     """`pirl record`: the recipe and its flags, without episodes, seed and folder."""
     robot: str
     horizon: int
     rows: tuple[Row, ...]
     given: tuple[str, ...] = ()
-    """Flags of every training, such as the task of the environment."""
+    """Flags of every training run, such as the environment's task."""
     demos: int = 300
-    """Demonstrations, unless something else is asked for."""
+    """Default number of demonstrations."""
 
 
 @dataclass(kw_only=True)
 class Ladder:
-    """One seed of a task: demonstrations, weights, batches and rollouts are its own."""
+    """One seed of a task, with its own demonstrations, weights, batches and rollouts."""
 
     task: Task
     run: Path
@@ -84,14 +83,14 @@ class Ladder:
     episodes: int = 200
     """Test episodes of each evaluation."""
     share: float = 1.0
-    """Of each recipe's steps."""
+    """Share of each recipe's steps to train."""
     processes: int = field(default_factory=lambda: os.cpu_count() or 1)
     deadline: float = float("inf")
-    """Nothing starts after this time, and what runs is stopped: it saves, and goes on another time."""
+    """No stage starts after this time; running ones are stopped with a checkpoint and resumed by a later call."""
     films: int = 2
     """Successes and failures to film in each evaluation."""
     extra: tuple[str, ...] = ()
-    """More flags of every training and evaluation."""
+    """Additional flags of every training run and evaluation."""
 
     @property
     def folder(self) -> Path:
@@ -123,7 +122,7 @@ class Ladder:
     # Stages
 
     def prepare(self) -> bool:
-        """Demonstrations and their statistics."""
+        """Make the demonstrations and their statistics."""
         if not (self.folder / "recorded").exists():
             there = num_recorded(self.data)
             words = ["record", *self.task.record, "--episodes", self.demos - there, "--seed", self.seed]
@@ -139,7 +138,7 @@ class Ladder:
         return self.call("norm-stats", "norm-stats", self.data, *robot, "--out", self.stats)
 
     def train(self, row: Row) -> bool:
-        """One row's weights."""
+        """Train one row."""
         if self.weights(row).is_dir():
             return True
         start = [] if row.start is None else ["--init-weights", self.weights(self.row(row.start))]
@@ -149,7 +148,7 @@ class Ladder:
         return self.call(f"train_{row.name}", "train", row.recipe, "--exp-name", row.name, *words)
 
     def evaluate(self, row: Row) -> bool:
-        """One row's success on the test states."""
+        """Evaluate one row on the test states."""
         out, trained = self.evaluation(row), self.row(row.of or row.name)
         if not (out / "eval.json").exists():
             words = (
@@ -168,7 +167,7 @@ class Ladder:
         return True
 
     def climb(self, jobs: int) -> bool:
-        """All rows, `jobs` at a time; a row begins when the one that it starts from is there."""
+        """Run all rows, `jobs` at a time; a row waits for the row that it starts from."""
         if not self.prepare():
             return False
         trained = {row.name: threading.Event() for row in self.task.rows}
@@ -190,7 +189,7 @@ class Ladder:
         return all(ended)
 
     def call(self, log: str, *words: object) -> bool:
-        """`pirl` with these words; False where it failed or time is up."""
+        """Run a pirl command; returns False if it failed or time is up."""
         if time.time() > self.deadline:
             return False
         command = [sys.executable, "-m", "pirl", *map(str, words)]
@@ -220,7 +219,7 @@ class Ladder:
 
 
 def device() -> str:
-    """What this machine computes on."""
+    """The device that jax computes on."""
     if shutil.which("nvidia-smi") is None:
         return f"{os.cpu_count()} CPU cores"
     found = subprocess.run(
@@ -237,14 +236,14 @@ def say(text: str) -> None:
 
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """All results; of two of the same method and seed, the later."""
+    """All results; the later of two with the same method and seed."""
     lines = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
     latest = {(x["task"], x["method"], x["seed"]): x for x in sorted(lines, key=lambda x: x["time"])}
     return list(latest.values())
 
 
 def table(results: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
-    """Success of each row by seed with Wilson's 95 % interval, its mean, and the interval of the mean over seeds."""
+    """Markdown: each row's success by seed with Wilson's 95 % interval, the mean over seeds and its interval."""
     by: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for result in results:
         by[result["method"]][result["seed"]] = result
@@ -275,7 +274,7 @@ def _mean(rates: list[float]) -> str:
 
 
 def write(page: Path, raw: Path, found: Path, rows: dict[str, Sequence[Row]], titles: dict[str, str]) -> None:
-    """Add a run's results to the raw ones beside the page, and lay the tables out anew between its markers."""
+    """Add a run's results to the raw file beside the page, and rewrite the tables between the page's markers."""
     known = set(raw.read_text().splitlines()) if raw.exists() else set()
     new = [line for line in found.read_text().splitlines() if line not in known] if found.exists() else []
     if new:

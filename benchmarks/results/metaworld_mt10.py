@@ -5,10 +5,10 @@
     PYTHONPATH=src python benchmarks/results/metaworld_mt10.py state --run runs/metaworld --minutes 9     for a while
     PYTHONPATH=src python benchmarks/results/metaworld_mt10.py state --run runs/metaworld --report         fill the page
 
-Records, computes statistics, trains and evaluates; what is there is not done again. The page is
-docs/results/metaworld.md, with every evaluation in metaworld.jsonl beside it. It needs the extra `metaworld`. From
-pictures a π₀ learns by language, which takes a GPU; from Meta-World's observations a multi-layer perceptron does.
-(Called `metaworld.py`, it would hide the simulator's package from whatever imports it.)
+Records, computes statistics, trains and evaluates; finished stages are skipped. The page is docs/results/metaworld.md,
+with every evaluation in metaworld.jsonl beside it. Needs the extra `metaworld`. `pictures` trains a π₀ with language,
+which takes a GPU; `state` trains an MLP on Meta-World's observations. (A file named `metaworld.py` would shadow the
+simulator's package.)
 """
 
 import argparse
@@ -36,7 +36,7 @@ SUCCESSES = (
     *("--data.successes-only", "--freeze", "vlm_frozen", "--max-steps", _STEPS),
     *("--pi0-lr", "3e-4", "--policy-schedule.decay-steps", _STEPS),
 )
-"""Imitation of successes with the learning rate and steps of the algorithms that it is compared with."""
+"""Imitation of successes, with the learning rate and steps of the algorithms it is compared with."""
 ACRLPD = "acrlpd_metaworld_mt10"
 MT10_TASK = Task(
     name="metaworld_mt10",
@@ -60,7 +60,7 @@ MT10_TASK = Task(
 
 
 def state_rows() -> tuple[Row, ...]:
-    """From Meta-World's observations; every row after BC makes as many updates."""
+    """The rows for Meta-World's observations; all rows after BC make the same number of updates."""
     bc, rl = "bc_metaworld_mt10_state", "acrlpd_metaworld_mt10_state"
     config = get_config(rl)
     steps, schedule = str(config.num_train_steps), config.policy_schedule
@@ -95,7 +95,7 @@ TITLES = {STATE_TASK.name: "MT10 from the simulator's state", MT10_TASK.name: "M
 
 
 def by_task(results: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
-    """Success of each row in each task, all seeds together, with Wilson's 95 % interval."""
+    """Each row's success per task, pooled over seeds, with Wilson's 95 % interval."""
     found: dict[tuple[str, str], list[dict[str, int]]] = defaultdict(list)
     for result in results:
         for task, rate in (result["tasks"] or {}).items():
@@ -115,7 +115,7 @@ def _percent(rates: list[dict[str, int]]) -> str:
 
 
 def report(run: Path) -> None:
-    """All tables, from all results so far, into the page."""
+    """Write all tables, from all results so far, into the page."""
     write(PAGE, RAW, run / "results.jsonl", {task.name: task.rows for task in TASKS.values()}, TITLES)
     text, results = PAGE.read_text(), read([RAW])
     parts = []
@@ -128,7 +128,7 @@ def report(run: Path) -> None:
 
 
 def main() -> int:
-    """Climb the ladder, or write its page."""
+    """Run the ladder, or write its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("task", choices=list(TASKS))

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/results/qc.py all --run RUN --domains puzzle-3x3 scene --minutes 17
 
-Stages can run by themselves (`data`, `speed`, `train`, `eval`, `report`), go on where they stopped, and only share the
-folder of the run. `all` makes the first domain's data while it measures the speed of the device, then trains while the
-next domain's data are made and the weights that appear are evaluated. Needs `ogbench` and, for training, a GPU.
+Stages (`data`, `speed`, `train`, `eval`, `report`) can run separately, resume, and share only the run's folder. `all`
+makes the first domain's data while it measures the device's speed, then trains while the next domain's data are made
+and saved weights are evaluated. Needs `ogbench` and, for training, a GPU.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from qc_play import DOMAINS, TASKS, Amount, generate, load, log
 
 CORES = os.cpu_count() or 1
 TYPES = ("float32", "mixed", "bfloat16")
-"""Of networks, the most exact first: float32 (TF32 in matrix products), the policy alone in bfloat16, everything."""
+"""Precisions, from the most exact: float32 (TF32 in matrix products), only the policy in bfloat16, all in bfloat16."""
 FLAGS = ("--xla_gpu_enable_cublaslt=true", "")
-"""Of the compiler: GELU as part of the matrix product, or not."""
+"""Compiler flags to try: with GELU fused into matrix products, and without."""
 
 
 def amount_of(args: argparse.Namespace) -> Amount:
-    """The dataset that the flags ask for."""
+    """The amount of data given by the flags."""
     return Amount(episodes=args.episodes, rows=args.rows, shard=args.shard)
 
 
@@ -39,7 +39,7 @@ def data_stage(args: argparse.Namespace) -> None:
 
 
 def speed_stage(args: argparse.Namespace) -> None:
-    """Measure updates a second on random data, and print them."""
+    """Measure and print updates per second on random data."""
     import qc_train
 
     state_dim = DOMAINS[args.domains[0]].state
@@ -51,7 +51,7 @@ def speed_stage(args: argparse.Namespace) -> None:
 
 
 def train_stage(args: argparse.Namespace) -> None:
-    """Train the seeds, `--together` at a time, on all tasks; weights to evaluate are left in the run's folder."""
+    """Train the seeds, `--together` at a time, on all tasks; saves weights to evaluate in the run's folder."""
     import jax
     import jax.numpy as jnp
     import qc_train
@@ -84,7 +84,7 @@ def train_stage(args: argparse.Namespace) -> None:
 
 
 def eval_stage(args: argparse.Namespace) -> None:
-    """Evaluate weights that have no result yet; with `--watch`, until training says that it is over."""
+    """Evaluate weights that have no result yet; with `--watch`, until training is over."""
     import jax
     import numpy as np
     import qc_eval
@@ -123,12 +123,12 @@ def eval_stage(args: argparse.Namespace) -> None:
 
 
 def report_stage(args: argparse.Namespace) -> None:
-    """Table and picture out of all results, into the page."""
+    """Write table and figure of all results into the page."""
     qc_report.report([args.run / "results.jsonl"], args.docs)
 
 
 def all_stage(args: argparse.Namespace) -> None:
-    """Everything, each stage as a process of its own with a log in the run's folder."""
+    """Run everything, each stage as a process with a log in the run's folder."""
     begin = time.time()
     args.run.mkdir(parents=True, exist_ok=True)
     (args.run / "trained").unlink(missing_ok=True)
@@ -137,7 +137,7 @@ def all_stage(args: argparse.Namespace) -> None:
     making = _start(args, "data", [first], processes=args.processes)
     chosen: dict[str, Any] = {"dtype": args.dtype, "flags": args.flags, "together": args.together}
     if args.dtype == "auto":
-        # Some time goes into compiling, saving and evaluating.
+        # Leave time for compiling, saving and evaluating.
         rates = measure(args, making)
         chosen = choose(rates, args.steps * len(args.seeds), 0.85 * (deadline - time.time()))
     making.wait()
@@ -157,7 +157,7 @@ def all_stage(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, making: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    """Speed of types, flags and seeds together, as far as one gets while the data are made; what fails is left out."""
+    """Measure precisions, flags and seeds per program while the data are made; failures are left out."""
     path = args.run / "speed.log"
     path.unlink(missing_ok=True)
 
@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace, making: subprocess.Popen[bytes]) -> list[d
             options = ["--dtype", dtype, "--together", str(together)]
             _start(args, "speed", args.domains[:1], options, flags=flags).wait()
 
-    # The quickest type says which flags and how many seeds at a time, the others are only tried with these.
+    # The fastest precision determines flags and seeds per program; the others are only tried with these.
     for flags, together in product(FLAGS, (1, len(args.seeds))):
         try_out(TYPES[-1], flags, together)
     fastest = max(found(), key=lambda row: row["rate"], default={"flags": "", "together": 1})
@@ -182,8 +182,8 @@ def measure(args: argparse.Namespace, making: subprocess.Popen[bytes]) -> list[d
 
 
 def choose(rates: list[dict[str, Any]], updates: int, seconds: float) -> dict[str, Any]:
-    """The most exact type that makes so many updates in time, in its fastest way; else the fastest of all, one seed
-    at a time, so that the first ones are done.
+    """The most exact precision that makes `updates` updates in `seconds`, with its fastest settings; if none does, the
+    fastest of all with one seed at a time, so that the first seeds finish.
     """
     best = {row["dtype"]: row for row in sorted(rates, key=lambda row: row["rate"])}
     for dtype in TYPES:
@@ -202,7 +202,7 @@ def _start(
     processes: int = CORES,
     flags: str = "",
 ) -> subprocess.Popen[bytes]:
-    """A stage of this run in a process of its own, its output added to its log."""
+    """Start a stage of this run in a separate process that appends to its log."""
     names = ("episodes", "rows", "shard", "steps", "width", "samples", "batch", "per_program", "evaluate_every")
     names += ("save_every", "eval_episodes", "per_worker")
     command = [sys.executable, __file__, stage, "--run", str(args.run), "--domains", *domains]
@@ -227,7 +227,7 @@ STAGES = {
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("stage", choices=STAGES)

@@ -1,7 +1,7 @@
-"""Success of saved weights in the simulators: environments in processes, all their states to the policy in one batch.
+"""Success of saved weights in the simulators: environments in processes, one policy batch for all of them.
 
-A chunk is carried out to its end without looking, and what is left of it at the end of an episode is dropped, as in the
-paper. The pool is always full: where an episode ends, the next one begins.
+Chunks are executed open-loop to their end, and the rest is dropped at the end of an episode, as in the paper. The pool
+is always full: where an episode ends, the next one begins.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ Act = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 def serve(name: str, slots: int, pipe: Any) -> None:
-    """One process: obey commands for its environments until there are none."""
+    """Main loop of a process: execute commands for its environments until it receives None."""
     import gymnasium
 
     warnings.filterwarnings("ignore")
@@ -33,7 +33,7 @@ def serve(name: str, slots: int, pipe: Any) -> None:
 
 
 def obey(env: Any, what: str, *about: Any) -> tuple[np.ndarray, bool, bool]:
-    """`begin` an episode (task, seed) or carry out a chunk; the state, whether it is over, whether it is solved."""
+    """Begin an episode (task, seed) or execute a chunk; returns (state, over, solved)."""
     if what == "begin":
         task, seed = about
         env.unwrapped._reward_task_id = task
@@ -47,10 +47,10 @@ def obey(env: Any, what: str, *about: Any) -> tuple[np.ndarray, bool, bool]:
 
 
 class Fleet:
-    """Environments of one domain in several processes, as one row of slots."""
+    """Environments of one domain in several processes, addressed as slots."""
 
     def __init__(self, name: str, workers: int, per_worker: int) -> None:
-        """Start them; they take a while to build their scenes."""
+        """Start the processes, which take a while to build their scenes."""
         context = multiprocessing.get_context("spawn")
         self.name, self.per_worker = name, per_worker
         self.pipes, self.processes = [], []
@@ -65,11 +65,11 @@ class Fleet:
 
     @property
     def slots(self) -> int:
-        """Environments in all."""
+        """Total number of environments."""
         return len(self.pipes) * self.per_worker
 
     def tell(self, commands: list[Any]) -> list[Any]:
-        """One command per slot, at the same time; None leaves a slot alone."""
+        """Send one command per slot, in parallel; None skips a slot."""
         n = self.per_worker
         for i, pipe in enumerate(self.pipes):
             pipe.send(commands[i * n : (i + 1) * n])
@@ -84,7 +84,7 @@ class Fleet:
 
 
 def evaluate(fleet: Any, act: Act, *, episodes: int, seed: list[int], state_dim: int) -> np.ndarray:
-    """Successes [TASKS, episodes]; `seed` and the numbers of task and episode fix how an episode begins."""
+    """Successes [TASKS, episodes]; `seed`, task and episode number determine an episode's initial state."""
     waiting = [(task, episode) for episode in range(episodes) for task in range(TASKS)][::-1]
     playing: list[tuple[int, int] | None] = [None] * fleet.slots
     states, tasks = np.zeros((fleet.slots, state_dim), np.float32), np.zeros(fleet.slots, np.int32)
@@ -111,7 +111,7 @@ def evaluate(fleet: Any, act: Act, *, episodes: int, seed: list[int], state_dim:
 
 
 def timed(fleet: Any, act: Act, **options: Any) -> tuple[np.ndarray, float]:
-    """`evaluate`, and how long it took; logged."""
+    """(`evaluate`'s result, seconds); logged."""
     begin = time.monotonic()
     solved = evaluate(fleet, act, **options)
     seconds = time.monotonic() - begin

@@ -1,8 +1,8 @@
-"""Play data by OGBench's own oracles, made the way OGBench makes its datasets, and labelled for its five tasks.
+"""Play data by OGBench's oracles, made as OGBench makes its datasets, and labelled for its five tasks.
 
-As `data_gen_scripts/generate_manipspace.py --dataset_type=play` does it: episodes of 1,001 rows, a plan oracle with
-noise 0.1 smoothed over 0.5 steps that gets a new target whenever it is done, scene episodes in which the cube leaves
-the picture made again. Rewards and masks are `ogbench.relabel_utils`'. No jax here: these processes only simulate.
+As in `data_gen_scripts/generate_manipspace.py --dataset_type=play`: episodes of 1,001 rows, a plan oracle with noise
+0.1 smoothed over 0.5 steps that gets a new target whenever it is done; scene episodes in which the cube leaves the
+image are repeated. Rewards and masks are `ogbench.relabel_utils`'. Does not import jax: these processes only simulate.
 """
 
 import multiprocessing
@@ -26,9 +26,9 @@ class Domain:
     """One of OGBench's scenes with its five tasks."""
 
     sparse: bool
-    """-1 until all is solved, instead of -(number of parts that are not)."""
+    """Reward -1 until all parts are solved, instead of -(number of unsolved parts)."""
     state: int
-    """Numbers in an observation."""
+    """Size of an observation."""
     stack: tuple[float, float] = (0.5, 0.5)
     """Range of an episode's probability that a cube is stacked."""
 
@@ -39,23 +39,23 @@ DOMAINS = {
     "cube-double": Domain(sparse=False, state=37, stack=(0.0, 0.25)),
     "cube-single": Domain(sparse=False, state=28, stack=(0.0, 0.0)),
 }
-"""The three of the comparison, and a quick one to try things on."""
+"""The three domains of the comparison, and a quick one for tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """How much data, and in what portions."""
+    """Amount of data, and its shards."""
 
     episodes: int = 1000
     rows: int = 1001
-    """Rows of an episode: one more than its transitions."""
+    """Rows per episode: one more than transitions."""
     shard: int = 5
-    """Episodes in a file."""
+    """Episodes per file."""
     seed: int = 0
 
     @property
     def shards(self) -> int:
-        """Number of files."""
+        """Number of shards."""
         return -(-self.episodes // self.shard)
 
     def path(self, folder: Path, index: int) -> Path:
@@ -63,17 +63,17 @@ class Amount:
         return folder / f"seed{self.seed}_{self.rows}x{self.shard}_{index:04d}.npz"
 
     def missing(self, folder: Path) -> list[int]:
-        """Shards that are still to be made."""
+        """Shards that do not exist yet."""
         return [i for i in range(self.shards) if not self.path(folder, i).exists()]
 
 
 def log(message: str) -> None:
-    """One line, with the time of day."""
+    """Print a line with the time of day."""
     print(time.strftime("%H:%M:%S ") + message, flush=True)
 
 
 def transitions(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rows of whole episodes as transitions: the last row of an episode is only ever a next observation."""
+    """Transitions of complete episodes; an episode's last row is only a next observation."""
     ends = rows["terminals"].astype(bool)
     kept = ~ends
     after = np.concatenate([[False], kept[:-1]])
@@ -89,7 +89,7 @@ def transitions(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def load(name: str, folder: Path, amount: Amount) -> dict[str, np.ndarray]:
-    """The whole dataset; rewards and masks have tasks in front."""
+    """Load the whole dataset; rewards and masks have tasks on axis 0."""
     shards = [dict(np.load(amount.path(folder, i))) for i in range(amount.shards)]
     rows = {
         key: np.concatenate([shard[key] for shard in shards], axis=1 if key in ("rewards", "masks") else 0)
@@ -102,7 +102,7 @@ def load(name: str, folder: Path, amount: Amount) -> dict[str, np.ndarray]:
 
 
 def generate(name: str, folder: Path, amount: Amount, processes: int) -> None:
-    """Make what is missing, in processes of their own; what is there stays."""
+    """Make missing shards in parallel processes."""
     folder.mkdir(parents=True, exist_ok=True)
     todo = amount.missing(folder)
     log(f"data {name}: {len(todo)} of {amount.shards} files to make, {processes} processes")
@@ -119,7 +119,7 @@ def generate(name: str, folder: Path, amount: Amount, processes: int) -> None:
 
 
 _worker: dict[str, Any] = {}
-"""What a process keeps: the environment that plays, the one that knows the tasks, and the oracles."""
+"""State of a process: the environment that plays, the one that defines the tasks, and the oracles."""
 
 
 def _start(name: str, rows: int) -> None:
@@ -135,7 +135,7 @@ def _start(name: str, rows: int) -> None:
 
 
 def make_oracles(name: str, env: Any) -> dict[str, Any]:
-    """OGBench's plan oracle of each kind of target."""
+    """OGBench's plan oracle for each kind of target."""
     from ogbench.manipspace.oracles.plan.button_plan import ButtonPlanOracle
     from ogbench.manipspace.oracles.plan.cube_plan import CubePlanOracle
     from ogbench.manipspace.oracles.plan.drawer_plan import DrawerPlanOracle
@@ -151,7 +151,7 @@ def make_oracles(name: str, env: Any) -> dict[str, Any]:
 
 
 def _make_shard(work: tuple[str, Path, Amount, int]) -> int:
-    """Play and label a shard; the number of episodes that had to be made again."""
+    """Play and label a shard; returns the number of episodes that had to be repeated."""
     name, folder, amount, index = work
     episodes, retries = [], 0
     for number in range(index * amount.shard, min((index + 1) * amount.shard, amount.episodes)):
@@ -172,7 +172,7 @@ def _make_shard(work: tuple[str, Path, Amount, int]) -> int:
 
 
 def play_episode(name: str, seed: int, number: int, attempt: int) -> dict[str, np.ndarray]:
-    """One episode, the same for the same numbers: simulator and oracles are seeded anew."""
+    """One episode, deterministic given its numbers: simulator and oracles are reseeded."""
     env, oracles = _worker["env"], _worker["oracles"]
     of_env, of_oracle = np.random.SeedSequence([seed, number, attempt]).generate_state(2)
     np.random.seed(of_oracle)
@@ -186,7 +186,7 @@ def play_episode(name: str, seed: int, number: int, attempt: int) -> dict[str, n
 
 
 def _steps(env: Any, oracles: Any, oracle: Any, observation: Any, info: Any, stack: float) -> Iterator[dict[str, Any]]:
-    """Rows of an episode as the oracles play it, one target after the other."""
+    """Rows of an episode played by the oracles, one target after another."""
     done = False
     while not done:
         action = np.clip(np.array(oracle.select_action(observation, info)), -1, 1)
@@ -204,7 +204,7 @@ def _steps(env: Any, oracles: Any, oracle: Any, observation: Any, info: Any, sta
 
 
 def healthy(name: str, rows: dict[str, np.ndarray]) -> bool:
-    """In the scene the cube must stay in the picture, unless it is in the drawer (OGBench's own check)."""
+    """OGBench's check for scene episodes: the cube stays in the image, unless it is in the drawer."""
     if name != "scene":
         return True
     _, y, z = rows["qpos"][:, 14:17].T
@@ -214,7 +214,7 @@ def healthy(name: str, rows: dict[str, np.ndarray]) -> bool:
 
 
 def label(name: str, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """OGBench's rewards and masks for each of the five tasks, tasks in front."""
+    """OGBench's rewards and masks for each of the five tasks, tasks on axis 0."""
     from ogbench.relabel_utils import relabel_dataset
 
     found: list[dict[str, np.ndarray]] = []

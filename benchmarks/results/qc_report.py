@@ -1,4 +1,4 @@
-"""Success against updates beside the paper's: a table with intervals over seeds, and a picture."""
+"""Success over updates, compared with the paper's: a table with intervals over seeds, and a figure."""
 
 import json
 import time
@@ -41,11 +41,11 @@ PAPER = {
 """QC in the paper's released plot data (`plot_data/ogbench-*.pkl` of github.com/ColinQiyangLi/qc): mean/low/high of
 success in per cent after 100k, 200k ... 500k updates; 0 is the mean over the five tasks."""
 INTERVAL = 100_000
-"""Updates between two of the paper's figures."""
+"""Updates between the paper's data points."""
 
 
 class Estimate(NamedTuple):
-    """A mean with its interval, as shares."""
+    """A mean success rate with its interval."""
 
     mean: float
     low: float
@@ -57,7 +57,7 @@ class Estimate(NamedTuple):
 
 
 def paper(name: str, task: int, step: int) -> Estimate | None:
-    """The paper's figure; None where there is none."""
+    """The paper's result; None if there is none."""
     figures = PAPER.get(name, {}).get(task, "").split(", ")
     place, rest = divmod(step, INTERVAL)
     if rest or not 1 <= place <= len(figures) or not figures[0]:
@@ -66,7 +66,7 @@ def paper(name: str, task: int, step: int) -> Estimate | None:
 
 
 def append(path: Path, name: str, seed: int, step: int, solved: np.ndarray, dtype: str, seconds: float) -> None:
-    """Add what one evaluation found, task by task."""
+    """Append one evaluation's results by task."""
     with path.open("a") as file:
         for task, episodes in enumerate(solved, 1):
             row = {"domain": name, "task": task, "seed": seed, "step": step, "episodes": len(episodes)}
@@ -75,14 +75,14 @@ def append(path: Path, name: str, seed: int, step: int, solved: np.ndarray, dtyp
 
 
 def read(paths: list[Path]) -> dict[tuple[str, int, int, int], float]:
-    """Success rate by domain, task, seed and step; of two evaluations of the same, the later."""
+    """Success rate by domain, task, seed and step; the later of two evaluations of the same."""
     lines = [line for path in paths if path.exists() for line in path.read_text().splitlines()]
     rows = sorted((json.loads(line) for line in lines), key=lambda row: row["time"])
     return {(r["domain"], r["task"], r["seed"], r["step"]): r["successes"] / r["episodes"] for r in rows}
 
 
 def bootstrap(seeds: np.ndarray, resamples: int = 5000) -> Estimate:
-    """Mean over seeds, and the central 95 % of the means of seeds drawn again."""
+    """Mean over seeds with its 95 % bootstrap interval."""
     rng = np.random.default_rng(0)
     means = seeds[rng.integers(len(seeds), size=(resamples, len(seeds)))].mean(1)
     low, high = np.quantile(means, [0.025, 0.975])
@@ -103,7 +103,7 @@ def estimates(rates: dict[tuple[str, int, int, int], float]) -> dict[tuple[str, 
 
 
 def verdict(ours: Estimate, theirs: Estimate | None) -> str:
-    """Where our mean lies: inside the paper's interval, or how the two intervals lie to each other."""
+    """Whether our mean lies in the paper's interval, or how the two intervals relate."""
     if theirs is None:
         return "no figure"
     if theirs.low <= ours.mean <= theirs.high:
@@ -114,7 +114,7 @@ def verdict(ours: Estimate, theirs: Estimate | None) -> str:
 
 
 def table(found: dict[tuple[str, int, int], tuple[Estimate, int]]) -> str:
-    """Markdown."""
+    """The comparison as a Markdown table."""
     lines = ["| domain | updates | task | seeds | pirl, % | paper, % | pirl's mean |", "|---|---|---|---|---|---|---|"]
     for (name, task, step), (ours, seeds) in found.items():
         theirs = paper(name, task, step)
@@ -125,7 +125,7 @@ def table(found: dict[tuple[str, int, int], tuple[Estimate, int]]) -> str:
 
 
 def picture(found: dict[tuple[str, int, int], tuple[Estimate, int]]) -> str:
-    """SVG: one panel per domain; the mean over tasks with its interval, ours and the paper's."""
+    """An SVG with one panel per domain: mean over tasks with interval, ours and the paper's."""
     names = sorted({name for name, _, _ in found})
     width, height, left, top = 300, 200, 40, 30
     parts = [
@@ -164,7 +164,7 @@ def picture(found: dict[tuple[str, int, int], tuple[Estimate, int]]) -> str:
 
 
 def report(paths: list[Path], docs: Path) -> None:
-    """Add new results to the page's raw file, and write table and picture from all of it."""
+    """Add new results to the page's raw file, and write table and figure from all of them."""
     docs.mkdir(parents=True, exist_ok=True)
     raw = docs / RAW
     known = raw.read_text().splitlines() if raw.exists() else []

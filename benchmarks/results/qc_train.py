@@ -1,8 +1,8 @@
-"""Q-chunking's own setting on pirl's agent, the critics of all five tasks of a seed in one program.
+"""Q-chunking's setting with pirl's agent; trains the critics of all five tasks of a seed in one program.
 
-The actor of Q-chunking imitates: it depends on no reward. So the tasks of a seed share the policy, the batches and the
-policy's candidates, and `ACRLPD.update` is mapped over the critics. Each critic learns as it would alone with the same
-random numbers; tasks of a seed are not independent of each other, seeds are.
+Q-chunking's actor imitates, independent of rewards. So a seed's tasks share the policy, the batches and the policy's
+candidates, and `ACRLPD.update` is vmapped over the critics. Each critic trains exactly as alone with the same random
+numbers; seeds are independent, tasks of one seed are not.
 """
 
 import math
@@ -40,15 +40,15 @@ AXES = {
     "opt": {"policy": None, "critic": 0},
     "scalars": None,
 }
-"""What differs from task to task: all that belongs to the critic."""
+"""vmap axes of the state: 0 for what belongs to the critic, which differs between tasks."""
 Fields = dict[str, Any]
-"""A `TrainState` by its fields, which axes can be given for."""
+"""A `TrainState` as a dict of fields, for which vmap axes can be given."""
 
 
 def make_agent(state_dim: int, dtype: str = "float32", width: int = 512, samples: int = 32) -> ACRLPD:
-    """Best of N; two critics, their mean; MSE; Adam as it comes; nothing clipped but actions.
+    """Q-chunking's agent: best of N, the mean of two critics, MSE, default Adam, no clipping except of actions.
 
-    `mixed` has the policy in bfloat16 and the critics in float32.
+    `mixed` keeps the policy in bfloat16 and the critics in float32.
     """
     hidden = (width,) * 4
     of_policy: DType = "float32" if dtype == "float32" else "bfloat16"
@@ -101,19 +101,19 @@ def init(agent: ACRLPD, seed: int, tasks: int) -> Fields:
 
 
 def init_seeds(agent: ACRLPD, seeds: Sequence[int], tasks: int) -> Fields:
-    """States of several seeds, seeds in front."""
+    """States of several seeds, seeds on axis 0."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(init(agent, seed, tasks) for seed in seeds))
 
 
 def update_key(seed: jax.Array | int) -> jax.Array:
-    """What a seed's updates draw from."""
+    """The PRNG key of a seed's updates."""
     return jax.random.fold_in(jax.random.key(seed), 1)
 
 
 def chunk_batch(data: Mapping[str, jax.Array], index: jax.Array) -> dict[str, Any]:
-    """Chunks from the given rows on, by Q-chunking's rule: the critic learns nothing where one crosses an end.
+    """Chunks starting at the given rows, by Q-chunking's rule: chunks that cross an episode's end are masked out.
 
-    A success in a chunk ends the bootstrap; the rewards after it count, as in the paper's code.
+    A success inside a chunk ends bootstrapping; rewards after it count, as in the paper's code.
     """
     rows = index[:, None] + jnp.arange(HORIZON)
     ended = jax.lax.cummax(data["terminals"][rows], axis=1)
@@ -134,9 +134,9 @@ def chunk_batch(data: Mapping[str, jax.Array], index: jax.Array) -> dict[str, An
 
 
 def make_updates(agent: ACRLPD, batch: int) -> Any:
-    """`many(states, data, seeds, updates)`: so many updates of several seeds in one program, the seeds in front.
+    """A function `many(states, data, seeds, updates)`: several updates of several seeds in one program.
 
-    An update draws its random numbers by its own number, so it does not matter where a run is interrupted.
+    An update's random numbers depend on its number, so interruptions do not matter.
     """
 
     def one_task(state: Fields, rows: Any, key: jax.Array) -> tuple[Fields, jax.Array]:
@@ -161,7 +161,7 @@ def make_updates(agent: ACRLPD, batch: int) -> Any:
 
 
 def make_act(agent: ACRLPD) -> Any:
-    """`act(params, states, keys, tasks)`: the chunk that the critic of each row's task chooses."""
+    """A function `act(params, states, keys, tasks)`: the chunk chosen by the critic of each row's task."""
 
     @jax.jit
     def act(params: Any, states: jax.Array, keys: jax.Array, tasks: jax.Array) -> jax.Array:
@@ -177,7 +177,7 @@ def make_act(agent: ACRLPD) -> Any:
 
 
 def save(path: Path, tree: Any) -> None:
-    """Leaves by their names; the file is whole or not there."""
+    """Save leaves by name, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     leaves = {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     partial_path = path.with_name(f"{path.stem}.part.npz")
@@ -186,28 +186,28 @@ def save(path: Path, tree: Any) -> None:
 
 
 def restore(path: Path, like: Any) -> Any:
-    """What `save` wrote, in the structure of `like`."""
+    """Load a file of `save` into the structure of `like`."""
     with np.load(path) as file:
         return jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(file[jax.tree_util.keystr(key)]), like)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long seeds train, and when they are saved and evaluated."""
+    """Training length, and intervals of saving and evaluating."""
 
     steps: int = 100_000
     evaluate_every: int = 50_000
     save_every: int = 25_000
     per_program: int = 1000
-    """Updates in one program."""
+    """Updates per program."""
     deadline: float = math.inf
-    """Time (seconds since the epoch) at which training stops, saved."""
+    """Time (seconds since the epoch) at which training saves and stops."""
 
 
 def train_seeds(
     many: Any, states: Fields, data: Any, seeds: Sequence[int], *, run: Path, name: str, schedule: Schedule
 ) -> bool:
-    """Train seeds together on all tasks, from where they stopped. False: the time was up before."""
+    """Train or resume several seeds together on all tasks; returns False if time ran out."""
     steps, per_program = schedule.steps, schedule.per_program
     title = f"train {name} seeds {' '.join(map(str, seeds))}"
     path = run / "states" / f"{name}_{'-'.join(map(str, seeds))}.npz"
@@ -240,7 +240,7 @@ def train_seeds(
 
 
 def random_data(state_dim: int, tasks: int, rows: int = 1_000_000) -> dict[str, jax.Array]:
-    """Data of the right shapes, to measure speed with."""
+    """Random data of the right shapes, to measure speed."""
     keys = jax.random.split(jax.random.key(0), 2)
     observations = jax.random.normal(keys[0], (rows, state_dim))
     return {
@@ -254,7 +254,7 @@ def random_data(state_dim: int, tasks: int, rows: int = 1_000_000) -> dict[str, 
 
 
 def speed(agent: ACRLPD, data: Any, batch: int, updates: int, seeds: int) -> float:
-    """Updates a second of all seeds together, once compiled."""
+    """Updates per second over all seeds, without compilation."""
     many, states = make_updates(agent, batch), init_seeds(agent, range(seeds), len(data["rewards"]))
     for _ in range(2):
         begin = time.monotonic()

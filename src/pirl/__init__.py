@@ -1,7 +1,7 @@
 """pirl ("pearl": π + RL): reinforcement learning for π₀ and π₀.₅ robot policies.
 
-`import pirl` costs nothing: neither jax nor a simulator is imported before a name that needs it is used. Every name
-here is also importable from the module that defines it; docs/api.md describes them all.
+`import pirl` is cheap: it imports neither jax nor a simulator until a name that needs it is used. Every name here is
+also importable from the module that defines it; docs/api.md describes them all.
 """
 
 from importlib import import_module

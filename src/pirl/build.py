@@ -1,4 +1,4 @@
-"""Builds objects from a configuration: policy, critic, agent and learning rates. Loads and starts nothing."""
+"""Builds policy, critic, agent and learning-rate schedules from a configuration. Loads no weights or data."""
 
 import optax
 
@@ -24,7 +24,7 @@ def build_policy(config: RLTrainConfig) -> FlowPolicy:
 
 
 def policy_leaves(config: RLTrainConfig) -> dict[str, Leaf]:
-    """Every parameter of the policy by its path."""
+    """The policy's parameter declarations by path."""
     return MLPFlow(config.model).declare() if isinstance(config.model, MLPFlowConfig) else pi0.declare(config.model)
 
 
@@ -71,6 +71,6 @@ def build_agent(config: RLTrainConfig) -> Agent:
 
 
 def schedules(config: RLTrainConfig) -> dict[str, optax.Schedule]:
-    """The learning rates by the names they are logged under."""
+    """Learning-rate schedules by metric name."""
     found = {"policy/learning_rate": make_schedule(config.policy_schedule)}
     return found | {"critic/learning_rate": make_schedule(config.critic_schedule)} if config.has_critic else found

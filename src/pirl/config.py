@@ -1,4 +1,4 @@
-"""The configuration of a whole run: model, algorithm, data, output. No jax here.
+"""The configuration of a whole run: model, algorithm, data, output. Does not import jax.
 
 Each package defines its own settings in its `config.py`; this module combines them and checks them against each other.
 Derived values are properties, so overrides (`--model.pi05`) propagate. `config_io` reads and writes files, `recipes`
@@ -39,11 +39,11 @@ SinkName = Literal["wandb", "trackio", "tensorboard"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
 _VOCABULARY = {"paligemma": 257_152, "byte": 259, "word": 512}
-"""Vocabulary sizes; that of a tokenizer file is not known here."""
+"""Vocabulary sizes of the named tokenizers; that of a tokenizer file is unknown here."""
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise if a name cannot be that of a folder."""
+    """Raise if a name is not valid as a folder name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{what} is {name!r}", hint="it names a folder: letters, digits and . _ - + =, no slash")
 
@@ -223,7 +223,7 @@ class RLTrainConfig(Checked):
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The sizes that the shapes of a batch follow from."""
+        """The sizes that determine a batch's shapes."""
         return BatchSizes(
             batch=self.batch_size,
             horizon=self.horizon,

@@ -1,8 +1,8 @@
 """Configurations as YAML: dataclasses to plain data and back, driven by annotations, with strict checks.
 
-Unknown keys, values of another type and duplicate keys are errors that name the dotted path: a setting that is silently
-ignored costs a training run. Where a field may hold one of several dataclasses, the key `type`
-says which, by its name without "Config" (`type: ACRLPD`). Only plain YAML is read; nothing in a file is executed.
+Unknown keys, values of a wrong type and duplicate keys are errors that name the dotted path, because a silently ignored
+setting costs a training run. If a field may hold one of several dataclasses, the key `type` names it, without "Config"
+(`type: ACRLPD`). Only plain YAML is read; nothing in a file is executed.
 """
 
 import ast
@@ -25,47 +25,47 @@ from pirl.ranges import OutOfRangeError
 from pirl.trust import load_object, main_module
 
 TAG = "type"
-"""The key that selects one of several dataclasses for a mapping."""
+"""The key that names a mapping's dataclass where several are possible."""
 ABSENT = "(not set)"
-"""The value in `diff` of a setting that one of the two lacks."""
+"""`diff`'s value for a setting that only one of the configurations has."""
 
 T = TypeVar("T")
 
 
 class Change(NamedTuple):
-    """One setting that differs."""
+    """A setting that differs between two configurations."""
 
     path: str
     """Dotted path."""
     old: Any
-    """Its value in the first configuration, as plain data."""
+    """Value in the first configuration, as plain data."""
     new: Any
-    """Its value in the second."""
+    """Value in the second."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A dataclass as plain data: mappings, lists, text, numbers."""
+    """A dataclass as plain data: nested dicts, lists, strings, numbers."""
     hints = _hints(type(config))
     return {f.name: _plain(getattr(config, f.name), hints[f.name]) for f in fields(config)}
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any], *, base: T | None = None) -> T:
-    """The dataclass that plain data describes. What is not given is taken from `base`, or else from the defaults."""
+    """A dataclass from plain data. Missing settings come from `base`, or else from the defaults."""
     return _read_dataclass(cls, data, base, "")
 
 
 def with_settings(config: T, settings: Mapping[str, Any]) -> T:
-    """The dataclass with other values, by dotted path."""
+    """The dataclass with these values at dotted paths."""
     return from_dict(type(config), nest(settings, "."), base=config)
 
 
 def to_yaml(config: Any, *, comments: bool = False) -> str:
-    """A dataclass as YAML; with `comments` every setting is explained by its docstring."""
+    """A dataclass as YAML; with `comments`, each setting's docstring above it."""
     return "\n".join(_yaml_lines(config, comments, "")) + "\n"
 
 
 def parse_yaml(text: str) -> dict[str, Any]:
-    """The mapping in a YAML text; keys given twice are refused."""
+    """Parse YAML text to a mapping; raises on duplicate keys."""
     try:
         data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
@@ -78,7 +78,7 @@ def parse_yaml(text: str) -> dict[str, Any]:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Read a YAML file as a mapping; errors name the file."""
     file = Path(path).expanduser()
     try:
         return parse_yaml(file.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def write_yaml(
     path: str | os.PathLike[str], config: Any, *, comments: bool = False, header: str = "", overwrite: bool = False
 ) -> Path:
-    """Write a dataclass as YAML, below a comment; it appears whole or not at all."""
+    """Write a dataclass as YAML atomically, with `header` as a comment on top; refuses to overwrite by default."""
     file = Path(path).expanduser()
     if file.exists() and not overwrite:
         raise ConfigError(f"{file} exists", hint="give another name, or remove it")
@@ -101,14 +101,14 @@ def write_yaml(
 
 
 def diff(old: Any, new: Any) -> list[Change]:
-    """The settings in which two configurations (dataclasses, or plain data) differ, in the order of their fields."""
+    """The settings that differ between two configurations (dataclasses or plain data), in field order."""
     before, after = (flatten(one if isinstance(one, Mapping) else to_dict(one), ".") for one in (old, new))
     pairs = ((path, before.get(path, ABSENT), after.get(path, ABSENT)) for path in before | after)
     return [Change(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
 def tag(cls: type) -> str:
-    """The name of a dataclass in files; of an algorithm outside pirl, `module:Class`."""
+    """A dataclass's name in files: without "Config"; for an algorithm outside pirl, `module:Class`."""
     if hasattr(cls, "kinds") and not cls.__module__.startswith("pirl."):
         module = main_module() if cls.__module__ == "__main__" else cls.__module__
         return f"{module}:{cls.__qualname__}"
@@ -120,18 +120,18 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; a union of one otherwise."""
+    """The members of a union; any other annotation is its own only member."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def _dataclasses(annotation: Any) -> dict[str, type]:
-    """The dataclasses a field may hold, by their names in files."""
+    """The dataclasses a field may hold, by tag."""
     options = [option for option in _options(annotation) if _is_dataclass(option)]
     return {tag(kind): kind for option in options for kind in kinds(option)}
 
 
 def kinds(cls: type) -> tuple[type, ...]:
-    """The dataclass itself; of an open family such as the algorithms', its members."""
+    """The members of an open family (such as the algorithms' configs); otherwise the class itself."""
     members: tuple[type, ...] = cls.kinds() if hasattr(cls, "kinds") and not getattr(cls, "agent", "") else (cls,)
     return members
 
@@ -148,7 +148,7 @@ def _plain(value: Any, annotation: Any) -> Any:
 
 
 def _read(annotation: Any, value: Any, base: Any, path: str) -> Any:
-    """`value` as an instance of the annotation."""
+    """Convert plain data to an instance of the annotation."""
     options, classes = _options(annotation), _dataclasses(annotation)
     if value is None and types.NoneType in options:
         return None
@@ -160,7 +160,7 @@ def _read(annotation: Any, value: Any, base: Any, path: str) -> Any:
             return _read_simple(option, value, path)
         except ConfigError:
             if simple == [option] and not classes:
-                raise  # it says more than that nothing fits
+                raise  # more specific than "nothing fits"
     raise _mismatch(path, value, annotation)
 
 
@@ -177,7 +177,7 @@ def _read_one_of(classes: Mapping[str, type], value: Mapping[str, Any], base: An
 
 
 def _imported(name: str, classes: Mapping[str, type], path: str) -> type:
-    """The dataclass of an open family that `module:Class` names."""
+    """Import the open family's member that `module:Class` names."""
     family = next((base for kind in classes.values() for base in kind.__mro__ if "kinds" in vars(base)), None)
     if ":" not in name or family is None:
         raise did_you_mean(name, classes, kind=f"{path}.{TAG}")
@@ -288,18 +288,18 @@ def _yaml_lines(config: Any, comments: bool, indent: str, annotation: Any = None
 
 
 def _yaml_value(plain: Any) -> str:
-    """A value in one line."""
+    """A value as one line of YAML."""
     text = yaml.dump(plain, Dumper=_StrictDumper, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, in one line and in YAML's words."""
+    """Each field's docstring on one line, with YAML's null for None; includes inherited fields."""
     inherited = [field_docs(base) for base in reversed(cls.__bases__) if is_dataclass(base)]
     found = {name: text for docs in inherited for name, text in docs.items()}
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except (OSError, TypeError):  # defined in a notebook or at a prompt: there is no source to read
+    except (OSError, TypeError):  # defined in a notebook or at a prompt: no source
         return found
     if not isinstance(body, ast.ClassDef):
         return found
@@ -316,10 +316,10 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Plain YAML, in which a key stands once and 1e-5 is a number."""
+    """Plain YAML, with unique keys and 1e-5 read as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As in PyYAML, which would take the last of two equal keys without a word."""
+        """Like PyYAML's, but raises on duplicate keys, of which PyYAML silently takes the last."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
@@ -331,10 +331,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _StrictDumper(yaml.SafeDumper):
-    """Quotes what the loader would take for a number."""
+    """Quotes text that `_StrictLoader` would read as a number."""
 
 
-# YAML 1.1 wants a point in a number: without this, 1e-5 would be text.
+# YAML 1.1 requires a decimal point in floats: without this, 1e-5 would be text.
 _FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
 for _class in (_StrictLoader, _StrictDumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))

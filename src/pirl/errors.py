@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class PirlError(Exception):
-    """Base class of pirl's own errors; `hint` is what to do about it."""
+    """Base class of pirl's errors; `hint` says what to do."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message if not hint else f"{message}\n  hint: {hint}")
@@ -17,7 +17,7 @@ class PirlError(Exception):
 
 
 class ConfigError(PirlError):
-    """A configuration value, preset or recipe that cannot be used."""
+    """An invalid configuration value, preset or recipe."""
 
 
 class CheckpointError(PirlError):
@@ -29,15 +29,15 @@ class DataError(PirlError):
 
 
 class EnvError(PirlError):
-    """An environment that cannot be made, misbehaves, or is asked for something it does not have."""
+    """An environment that cannot be made, misbehaves, or lacks what is asked of it."""
 
 
 class WireError(PirlError):
-    """A message between robot and server that the wire format does not allow."""
+    """A message between robot and server that violates the wire format."""
 
 
 class MissingExtraError(PirlError):
-    """An optional dependency that is needed now."""
+    """An optional dependency that is needed but not installed."""
 
     def __init__(self, package: str, extra: str, why: str) -> None:
         super().__init__(
@@ -47,11 +47,11 @@ class MissingExtraError(PirlError):
 
 
 class PirlWarning(UserWarning):
-    """Something that works but is probably not what was meant."""
+    """Something that works but is probably unintended."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, kind: str) -> ConfigError:
-    """The error for an unknown name, with the nearest known ones offered."""
+    """The error for an unknown name; suggests the nearest known ones."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     listed = ", ".join(near or known)
@@ -59,7 +59,7 @@ def did_you_mean(name: str, known: Iterable[str], *, kind: str) -> ConfigError:
 
 
 def numbered(problems: Sequence[tuple[str, str]]) -> str:
-    """Problems with their hints, one after the other."""
+    """A numbered list of (problem, hint) pairs."""
     return "\n".join(
         f"{number}. {message}" + (f"\n   hint: {hint}" if hint else "")
         for number, (message, hint) in enumerate(problems, 1)
@@ -67,7 +67,7 @@ def numbered(problems: Sequence[tuple[str, str]]) -> str:
 
 
 def listing(items: Sequence[str], limit: int = 10) -> str:
-    """The first `limit` items, one a line, and how many more there are."""
+    """The first `limit` items, one per line, and the number of further ones."""
     lines = [f"    {item}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"    ... and {len(items) - limit} more")

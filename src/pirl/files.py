@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 LEFTOVERS = ".*.tmp*"
-"""Matches the partial files of processes that were killed."""
+"""Glob for partial files left by killed processes."""
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A partial file with the same suffix; it replaces `file` when the block ends, or is deleted after an error.
+    """Yield a temporary path with the same suffix; it replaces `file` atomically on exit, or is deleted on error.
 
-    Makes the folder. Safe against a crash or power cut, and against several writers at once: the last one wins.
+    Creates the folder. Safe against crashes, power cuts and concurrent writers (the last one wins).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp{file.suffix}")
@@ -33,7 +33,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a folder, on disk: nothing of it is lost in a power cut."""
+    """fsync a file or a folder's entries, so that a power cut does not lose them."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -51,7 +51,7 @@ def write_bytes(file: Path, content: bytes) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write or replace a UTF-8 file atomically; line ends stay as they are."""
+    """Write or replace a UTF-8 file atomically, without newline translation."""
     write_bytes(file, text.encode())
 
 
@@ -62,13 +62,13 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Every array of an `.npz`; nothing is unpickled. Damage is an OSError or a ValueError."""
+    """Every array of an `.npz`, without unpickling. Raises OSError or ValueError for a damaged file."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError):
         raise
-    except Exception as error:  # a damaged zip asks for compression methods, passwords or memory there are not
+    except Exception as error:  # a damaged zip may ask for unknown compression, a password or too much memory
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

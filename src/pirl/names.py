@@ -1,4 +1,4 @@
-"""Names in files and batches: OpenPI's, LeRobot's and pirl's, each defined once."""
+"""Key and file names of OpenPI, LeRobot and pirl, each defined once."""
 
 import re
 
@@ -27,12 +27,12 @@ NEXT_DONE = "next.done"
 NEXT_TRUNCATED = "next.truncated"
 INTERVENTION = "intervention"
 
-# pirl's own columns: the policy's chunk in force, which of its steps was due, the actor, the operator's notes.
+# pirl's own columns: the policy's current chunk, the index of its current step, the actor, the operator's notes.
 INTENDED = "intended"
 INTENDED_STEP = "intended_step"
 POLICY = "policy"
 NOTE = "note"
-# Recordings at the server: whether the row has an observation of its own, or repeats that of the request before it.
+# Recordings at the server: whether the row has its own observation or repeats the previous request's.
 OBSERVED = "observed"
 
 # OpenPI's checkpoint layout: <step>/{params,train_state,assets/<asset_id>/norm_stats.json}.
@@ -45,5 +45,5 @@ HANDOVER_FILE = "openpi_config.py"
 SAFETENSORS_FILE = "model.safetensors"
 CHECKSUMS_FILE = "checksums.sha256"
 
-# A collected episode beside a checkpoint: its number, a hash of its content. Also what a killed process leaves of one.
+# A collected episode beside a checkpoint: its number, a hash of its content. Also matches a killed process's leftovers.
 EPISODE_FILE = re.compile(r"\d{8,}-[0-9a-f]{16}\.npz|\.\d{8,}-[0-9a-f]{16}\.npz\.[0-9a-f]+\.tmp(\.npz)?")

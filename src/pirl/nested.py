@@ -1,11 +1,11 @@
-"""Nested mappings and their flat view: parameters and observations by "a/b", settings by "a.b"."""
+"""Conversion between nested and flat mappings: parameters and observations by "a/b", settings by "a.b"."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def flatten(tree: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """{"a": {"b": x}} -> {"a/b": x}; empty mappings are left out."""
+    """{"a": {"b": x}} -> {"a/b": x}; empty mappings are dropped."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

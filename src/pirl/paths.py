@@ -1,4 +1,4 @@
-"""Locations on this machine. OpenPI's and LeRobot's own variables apply, so caches are shared."""
+"""Cache folders on this machine. OpenPI's and LeRobot's environment variables apply, so caches are shared."""
 
 import os
 from pathlib import Path
@@ -17,10 +17,10 @@ def lerobot_home() -> Path:
 
 
 def pirl_home() -> Path:
-    """Our own cache of decoded frames and compiled programs (`PIRL_HOME`, default ~/.cache/pirl)."""
+    """pirl's cache of decoded frames and compiled programs (`PIRL_HOME`, default ~/.cache/pirl)."""
     return Path(os.environ.get("PIRL_HOME", "~/.cache/pirl")).expanduser()
 
 
 def tokenizer_path() -> Path:
-    """PaliGemma's sentencepiece model, where OpenPI keeps it after its first download."""
+    """PaliGemma's sentencepiece model, at the path to which OpenPI downloads it."""
     return openpi_home() / "big_vision" / "paligemma_tokenizer.model"

@@ -1,6 +1,6 @@
-"""Child processes that end with their parent, however it ends: also by `kill -9`, where no handler runs.
+"""Child processes that end with their parent, even after `kill -9`, when no handler runs.
 
-Also returns freed memory of long-lived processes to the system.
+Also returns the freed memory of long-lived processes to the system.
 """
 
 import contextlib
@@ -12,31 +12,31 @@ import sys
 import threading
 
 PARENT_VARIABLE = "PIRL_PARENT"
-"""Number of a pipe's reading end; nothing is ever written to it, and it closes with the parent."""
+"""Environment variable with the descriptor of a pipe's read end; the pipe closes when the parent ends."""
 _PR_SET_PDEATHSIG = 1
 
 
 def follow_parent() -> None:
-    """In a process whose environment names a pipe: end when its other end closes."""
+    """End this process when its parent's pipe (`PIRL_PARENT`) closes; does nothing without one."""
     handle = os.environ.pop(PARENT_VARIABLE, "")
     if handle.isdecimal():
-        with contextlib.suppress(OSError):  # closed on the way here, by a wrapper script: nobody to follow
+        with contextlib.suppress(OSError):  # a wrapper script closed the pipe: no parent to follow
             os.set_inheritable(int(handle), False)
             end_with_parent(int(handle))
-            if sys.platform == "linux":  # also while it is stopped or stuck in a driver
+            if sys.platform == "linux":  # works even while this process is stopped or stuck in a driver
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_parent(handle: int) -> None:
-    """Watch a pipe or socket from a thread, and exit when its other end closes, whatever else this process does."""
+    """Watch a pipe or socket from a thread; exit the process as soon as its other end closes."""
     threading.Thread(target=_wait_and_exit, args=(handle,), name="pirl-parent", daemon=True).start()
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, where the C library is glibc; elsewhere nothing happens.
+    """Return freed memory to the system (`malloc_trim`); does nothing without glibc.
 
-    Compiling a step and writing a checkpoint allocate from many threads. glibc keeps what they free, gigabytes after a
-    compilation, and that grows: a trainer that used 0.2 GB held 2.4.
+    Compiling a step and writing a checkpoint allocate from many threads, and glibc keeps what they free: gigabytes
+    after a compilation, and growing. A trainer that used 0.2 GB held 2.4.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,6 @@
 """Progress: a bar with the time left on a terminal, otherwise one plain line per interval.
 
-A log file must not fill with the fragments of a bar, and a bar must not be torn by what others print. While the bar
-is shown, prints and log messages are sent above it.
+This keeps bar fragments out of log files. While the bar is shown, prints and log messages appear above it.
 """
 
 import logging
@@ -17,7 +16,7 @@ from rich.file_proxy import FileProxy
 
 
 class Progress:
-    """Counts towards a total. Used as a context: the bar ends with it, also when an error ends the loop."""
+    """Counts towards a total. As a context manager it removes the bar on exit, also after an error."""
 
     def __init__(
         self,
@@ -31,8 +30,8 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`start` is where a resumed loop begins. Off a terminal a line is printed every `interval` seconds and at the
-        end; None prints none, for loops whose own lines say enough. Other than the main process show nothing.
+        """`start`: count at which a resumed loop begins. Without a terminal a line is printed every `interval` seconds
+        and at the end; with `interval=None` none, for loops that print their own. Only the main process shows anything.
         """
         self.console = console or Console(stderr=True)
         self._description, self._total, self._unit, self._interval = description, total, unit, interval
@@ -66,7 +65,7 @@ class Progress:
             self._print(self._clock())
 
     def advance(self, count: int = 1, *, status: str | None = None) -> None:
-        """`count` more are done; `status` is a few words or numbers to show beside it."""
+        """Count `count` more; `status` is a short text to show."""
         self.update(self._done + count, status=status)
 
     def say(self, status: str) -> None:
@@ -74,7 +73,7 @@ class Progress:
         self.update(self._done, status=status)
 
     def update(self, done: int, *, status: str | None = None) -> None:
-        """`done` are done in all."""
+        """Set the count to `done`."""
         self._done = done
         self._status = self._status if status is None else status
         if self._bar is not None:
@@ -83,7 +82,7 @@ class Progress:
             self._print(now)
 
     def line(self, now: float) -> str:
-        """The plain line: count, share, speed, time left."""
+        """The plain line: count, percentage, speed, time left."""
         done, total = self._done, self._total
         text = f"{self._description}: {done:,}" + (f"/{total:,} {self._unit}" if total else f" {self._unit}")
         if total:
@@ -105,7 +104,7 @@ class Progress:
 
 @contextmanager
 def _logging_above(console: Console) -> Iterator[None]:
-    """Log handlers write to the stream they were made with, past the bar; lead those of the terminal through it."""
+    """Route terminal log handlers through the console, above the bar; they hold the original stream otherwise."""
     moved: list[tuple[logging.StreamHandler, object]] = []
     for logger in (logging.getLogger(), logging.getLogger("pirl")):
         for handler in logger.handlers:

@@ -1,4 +1,4 @@
-"""Ranges of settings, as annotated types: `batch_size: Count = 32`. Settings dataclasses inherit `Checked`."""
+"""Ranges of settings as annotated types, such as `batch_size: Count = 32`; `Checked` dataclasses enforce them."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from pirl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """An interval. NaN is in none."""
+    """An interval. NaN is in no interval."""
 
     low: int | float = -math.inf
-    """Smallest value."""
+    """Lower end."""
     high: int | float = math.inf
-    """Largest value."""
+    """Upper end."""
     open_low: bool = False
     """Whether `low` itself is excluded."""
     open_high: bool = False
@@ -44,13 +44,13 @@ Positive = Annotated[float, Bounds(low=0, open_low=True)]
 NotNegative = Annotated[float, Bounds(low=0)]
 """Zero or above."""
 Share = Annotated[float, Bounds(low=0, high=1)]
-"""From none to all."""
+"""Between 0 and 1, both included."""
 Inside = Annotated[float, Bounds(low=0, high=1, open_low=True, open_high=True)]
 """Between 0 and 1, both excluded."""
 Decay = Annotated[float, Bounds(low=0, high=1, open_high=True)]
 """From 0 to below 1."""
 Auto = Literal["auto"]
-"""Decided when the run starts: `Count | Auto`."""
+"""Chosen when the run starts: `Count | Auto`."""
 
 
 class OutOfRangeError(ConfigError):
@@ -61,12 +61,12 @@ class OutOfRangeError(ConfigError):
         self.problem, self.bounds = problem, bounds
 
     def inside(self, path: str) -> "OutOfRangeError":
-        """The same, with the setting's dotted path instead of the class it belongs to."""
+        """The same error, naming the setting by its dotted path instead of its class."""
         return OutOfRangeError(path, self.problem, self.bounds)
 
 
 class Checked:
-    """A settings dataclass whose numbers, also those in tuples, lie in the ranges their types name."""
+    """Base of settings dataclasses: raises if a number, also in a tuple, is outside its type's `Bounds`."""
 
     def __post_init__(self) -> None:
         for name, bounds in bounds_of(type(self)).items():  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class Checked:
 
 @cache
 def bounds_of(cls: type) -> dict[str, Bounds]:
-    """The bounds of each field that has some."""
+    """Bounds by field name, for fields that have any."""
     hints = get_type_hints(cls, include_extras=True)
     found = {name: _bounds(hint) for name, hint in hints.items()}
     return {name: bounds for name, bounds in found.items() if bounds is not None}

@@ -1,4 +1,4 @@
-"""The data structures shared between packages: an episode, a source of episodes, a Q-chunk batch. NumPy only."""
+"""Data structures shared between packages: episode, episode source, Q-chunking batch, rollout. NumPy only."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from pirl.names import TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK
 Array = np.ndarray
 
 DEMONSTRATED, AUTONOMOUS, BLAMED, CORRECTED = range(4)
-"""Who chose an action (`ChunkBatch.acted_by`). Without the column it is a demonstration; otherwise the policy, the
-policy shortly before a takeover (`data.takeover_window`), or the operator."""
+"""Who chose an action (`ChunkBatch.acted_by`): a demonstrator (all actions of episodes without `intervention`), the
+policy, the policy shortly before a takeover (`data.takeover_window`), or the operator who took over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,21 @@ class Episode:
     rewards: Float[Array, "T"]
     """Reward of action t."""
     terminated: Bool[Array, "T"]
-    """The task ended with action t (success, or a failure that ends it)."""
+    """Whether the task ended with action t (success, or a failure that ends it)."""
     truncated: Bool[Array, "T"]
-    """The recording ended with action t for another reason (time limit, operator)."""
+    """Whether the recording ended with action t for another reason (time limit, operator)."""
     success: bool | None = None
     """Whether the episode succeeded; None if unlabelled."""
     intended: Float[Array, "T H A"] | None = None
-    """For rollouts: the whole chunk the policy planned to execute from t on, also beyond the end of the episode; NaN
-    after the end of an earlier plan."""
+    """For rollouts: the policy's planned actions from t on, including those past the end of the episode. Rows between
+    plans hold the rest of the current plan, padded with NaN."""
     intervention: Bool[Array, "T"] | None = None
     """True where an operator (or a scripted corrector) chose action t instead of the policy. None if unknown."""
     observed: Bool[Array, "T"] | None = None
     """False where state and images repeat those of an earlier row, as in recordings at a server. None: all rows are
     observed."""
+    number: int | None = None
+    """Its number among those a run collected; with it, what an episode is for does not depend on its last bits."""
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -124,9 +126,9 @@ class ChunkBatch(TypedDict, total=False):
     next_observations: Observations
     """At t + length, where the target bootstraps; the last observation if the episode ended before."""
     actions: Float[Array, "B H A"]
-    """Normalised, padded to the model's action dimension; steps outside the episode are masked by `valid`."""
+    """Normalised, padded to the model's action dimension; `valid` masks steps outside the episode."""
     critic_actions: Float[Array, "B h A"]
-    """The chunk the critic scores: like `actions`, but with a tail after an end that does not reveal the end."""
+    """The chunk the critic scores: like `actions`, but padded after an end such that the padding does not reveal it."""
     rewards: Float[Array, "B H"]
     """Zero outside the episode, so that nothing is counted twice."""
     masks: Float[Array, "B H"]
@@ -134,9 +136,9 @@ class ChunkBatch(TypedDict, total=False):
     valid: Float[Array, "B H"]
     """1 inside the episode, in chunks that the actor may imitate (not all of the policy's own chunks)."""
     terminals: Float[Array, "B H"]
-    """1 from the step with which the episode ended, for whatever reason."""
+    """1 from the last step of the episode on, whether terminated or truncated."""
     next_terminal: Float[Array, "B"]
-    """1 if the steps of the target end in a terminated one: the target is then the reward alone."""
+    """1 if the target's steps end in termination; the target is then the reward alone."""
     sequence_mask: Float[Array, "B"]
     """1 if the critic trains on this sample: with `pad` all but the last step of a truncated recording, with `drop`
     only full chunks."""
@@ -145,16 +147,16 @@ class ChunkBatch(TypedDict, total=False):
     reward_sum: Float[Array, "B"]
     """Σ_{l<L} discount^l r_l."""
     mc_return: Float[Array, "B"]
-    """Discounted return to the end of the episode, for calibration plots; NaN where it was truncated."""
+    """Discounted return to the end of the episode; NaN if unknown because the episode was truncated."""
     acted_by: Int[Array, "B H"]
     """Who chose each step: `DEMONSTRATED`, `AUTONOMOUS`, `BLAMED` or `CORRECTED`. For algorithms that use corrections;
     steps outside the episode repeat the last one."""
     episode: Int[Array, "B"]
     """An identifier of the episode, a function of its actions alone."""
     task: Int[Array, "B"]
-    """An identifier of the instruction within the dataset. For algorithms that judge each task by itself."""
+    """An identifier of the instruction within the dataset. For algorithms that treat each task separately."""
     task_steps: Int[Array, "B"]
-    """Steps of the longest episode with that instruction."""
+    """Length of the longest episode with that instruction."""
     suffixed_prompts: Prompts
     """The prompts of `observations` with further text after the instruction, for algorithms with `prompt_suffixes`."""
 
@@ -163,9 +165,9 @@ class Spec(NamedTuple):
     """One array of a batch."""
 
     shape: tuple[int, ...]
-    """Its shape, samples in front."""
+    """Its shape; the batch axis comes first."""
     dtype: str
-    """NumPy's name for its type."""
+    """NumPy's dtype name."""
 
 
 BatchSpec = Mapping[str, Any]
@@ -174,10 +176,10 @@ BatchSpec = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The sizes that the shapes of every batch follow from."""
+    """The sizes that determine every batch's shapes."""
 
     batch: int
-    """Samples."""
+    """Number of samples."""
     horizon: int
     """Actions per chunk."""
     critic_horizon: int
@@ -189,7 +191,7 @@ class BatchSizes:
     cameras: tuple[str, ...] = ()
     """Camera slots."""
     image_size: int = 224
-    """Side of a picture, letterbox included."""
+    """Side of an image, letterbox included."""
     token_len: int = 0
     """Prompt tokens; 0 without a prompt."""
 
@@ -264,5 +266,5 @@ class Rollout:
     frame_steps: Int[Array, "n"]
     """Steps with images: all of them, or those in `starts`."""
     notes: Mapping[str, Array] = field(default_factory=dict)
-    """What an exploring policy noted per plan, in the order of `starts`. There is one extra entry for the last
-    observation of a truncated episode, if the policy values it."""
+    """An exploring policy's notes, one entry per plan in the order of `starts`. If the policy values the last
+    observation of a truncated episode, there is one extra entry for it."""

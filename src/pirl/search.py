@@ -1,4 +1,4 @@
-"""Search range of one setting: a list of values or an interval. No jax here."""
+"""Search range of one setting: a list of values or an interval. Does not import jax."""
 
 import json
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One of a list."""
+    """One of a list of values."""
 
     values: tuple[Scalar, ...]
 
     @property
     def extremes(self) -> tuple[Scalar, ...]:
-        """The values that must be valid: all."""
+        """Values that must all be valid for the whole range to be valid."""
         return self.values
 
     def __contains__(self, value: object) -> bool:
@@ -33,18 +33,18 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """A number between two ends, both included."""
+    """A number in the closed interval [low, high]."""
 
     low: int | float
     high: int | float
     log: bool = False
-    """Sample its logarithm."""
+    """Sample log-uniformly."""
     whole: bool = False
-    """Whole numbers only."""
+    """Integers only."""
 
     @property
     def extremes(self) -> tuple[Scalar, ...]:
-        """The values that must be valid: both ends."""
+        """Values that must all be valid for the whole range to be valid."""
         return (self.low, self.high)
 
     def __contains__(self, value: object) -> bool:
@@ -58,16 +58,16 @@ class Range:
         return {"low": self.low, "high": self.high, "log": self.log}
 
     def tidy(self, value: int | float) -> int | float:
-        """Round a sample to four digits, within the range."""
+        """Round a sample to four significant digits (or an integer), within the range."""
         return int(value) if self.whole else min(max(float(f"{value:.4g}"), self.low), self.high)
 
 
 Item = Choice | Range
-"""The values to try for one setting."""
+"""The search range of one setting."""
 
 
 def around(schedule: Schedule, times: float = 4.0) -> Range:
-    """Learning rates around the schedule's peak."""
+    """A log range from peak / times to peak · times."""
     low, high = peak(schedule) / times, peak(schedule) * times
     return Range(low=float(f"{low:.2g}"), high=float(f"{high:.2g}"), log=True)
 

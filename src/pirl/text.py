@@ -1,10 +1,10 @@
-"""Numbers and tables for people, as plain text."""
+"""Human-readable sizes and tables as plain text."""
 
 from collections.abc import Sequence
 
 
 def size(count: int | float) -> str:
-    """Bytes: `1.5 GB`."""
+    """Bytes as text, such as `1.5 GB`."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -12,7 +12,7 @@ def size(count: int | float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "") -> list[str]:
-    """Rows as aligned columns as wide as their longest entry; `align` has one of `<` and `>` for each."""
+    """Rows as lines with aligned columns; `align` has one `<` or `>` per column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         indent

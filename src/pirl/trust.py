@@ -1,8 +1,8 @@
 """User code named in a configuration: robots, environments and algorithms, as `module:NAME`.
 
-A configuration that a user writes may name any module. One that comes with a checkpoint may not: importing a module
-runs it. Such a configuration is refused unless the user names the module (`--trust MODULE`, or `PIRL_TRUST`), or has
-imported it already.
+A user's own configuration may name any module. One that comes with a checkpoint may not, because importing a module
+runs its code: it is refused unless the user trusts the module (`--trust MODULE` or `PIRL_TRUST`) or has already
+imported it.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 from pirl.errors import ConfigError
 
 VARIABLE = "PIRL_TRUST"
-"""Trusted modules, separated by commas; worker processes inherit it."""
+"""Environment variable with the trusted modules, comma-separated; worker processes inherit it."""
 _KEYS = ("type", "robot", "id", "eval_fn")
 _NAME = re.compile(r"(\w[\w.]*):[\w./-]+")
 
@@ -27,7 +27,7 @@ def allow(*modules: str) -> None:
 
 
 def trusted() -> set[str]:
-    """The modules that the user named."""
+    """The modules that the user trusts."""
     return {name for name in os.environ.get(VARIABLE, "").split(",") if name}
 
 
@@ -43,7 +43,7 @@ def check(config: Mapping[str, Any], *, source: object) -> None:
 
 
 def load_object(name: str, *, what: str) -> Any:
-    """The object that `module:NAME` names."""
+    """Import and return the object that `module:NAME` names; the working directory is on the path."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -63,7 +63,7 @@ def load_object(name: str, *, what: str) -> Any:
 
 
 def main_module() -> str | None:
-    """The name by which the running script can be imported."""
+    """The running script's module name, or None at a prompt."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file).stem if file else None
 

@@ -345,6 +345,42 @@ def test_warm_up_is_behaviour_cloning(actor: str):
     assert same(first.params["critic"], last.params["critic"])
 
 
+@pytest.mark.parametrize("actor", ["awr", "distill"])
+def test_a_policy_that_holds_keeps_its_weights_until_it_may_use_the_critic(actor: str):
+    agent, batch = make(actor, actor_warmup="hold"), make_batch()
+    state = make_state(agent)
+    waiting, _ = updating(agent)(replace(state, step=jnp.int32(WARMUP - 1)), batch, KEY)
+    assert same(waiting.params["policy"], state.params["policy"])
+    assert not same(waiting.params["critic"], state.params["critic"])
+    at = replace(state, step=jnp.int32(WARMUP))
+    close(updating(agent)(at, batch, KEY)[0], updating(make(actor))(at, batch, KEY)[0])
+
+
+def test_a_policy_that_holds_leaves_no_trace_in_its_optimizer_and_passes_on_what_is_frozen():
+    """Adam with weight decay: neither moves the weights, its moments stay zero, and its schedule goes on."""
+    policy = make_state(make("awr")).params["policy"]
+    first, *_ = sorted(policy)
+    mask = {name: jax.tree.map(lambda _, name=name: name != first, group) for name, group in policy.items()}
+    learner = Learner(tx=optax.adamw(1e-2, weight_decay=0.1), mask=mask)
+    agent = replace(make("awr", actor_warmup="hold"), policy_learner=learner)
+    state = replace(agent.init(KEY), step=jnp.int32(0))
+    kept = {}
+
+    def update(state: TrainState) -> TrainState:
+        new = agent.update(state, make_batch(), KEY)[0]
+        pairs = zip(*(jax.tree.leaves_with_path(one.params["policy"]) for one in (new, state)), strict=True)
+        kept.update({path[0].key: after is before for (path, after), (_, before) in pairs})
+        return new
+
+    new = jax.jit(update)(state)
+    assert kept == {name: name == first for name in policy}
+    assert same(new.params["policy"], state.params["policy"])
+    counts = [leaf for leaf in jax.tree.leaves(new.opt["policy"]) if leaf.ndim == 0]
+    assert counts
+    assert all(int(count) == 1 for count in counts)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(new.opt["policy"]) if leaf.ndim)
+
+
 def test_q_chunkings_own_actor_clones_at_uniform_flow_times():
     """`best_of_n` takes the step of plain cloning, with flow times drawn the way `flow_times` says."""
     agent, batch = make("best_of_n", flow_times="uniform"), make_batch()

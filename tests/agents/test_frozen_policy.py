@@ -408,10 +408,32 @@ def test_acting(kind: str) -> None:
     choice = agent.choose(state, seen(states), keys, best_of=4)
     values = agent.q_values(state, seen(states), choice.chunk[:, None]).mean(0)[:, 0]
     close(values, choice.value, rtol=1e-4, atol=1e-5)
-    assert agent.acting_groups() == agent.acting_groups(4) == {"actor", "critic"}
+    assert agent.acting_groups() == agent.acting_groups(4) == {"actor", "critic", "gate"}
     # What acts is read from a checkpoint as averages alone.
     loaded = {"policy": state.params["policy"], "actor": state.params["actor"], "critic": state.ema["critic"]}
     close(agent.act(TrainState(step=0, params=loaded), seen(states), keys), chunks, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_while_the_gate_is_shut_they_act_and_collect_as_the_policy(kind: str) -> None:
+    """Then as without a gate. What a checkpoint holds is enough to know."""
+    gated, free, middle = make(kind, gate=0.3), make(kind), make_state(kind)
+    here, keys = seen(make_batch()["observations"]["state"]), jax.random.split(KEY, SIZE)
+    state = replace(middle, params=middle.params | {"gate": {"open": jnp.zeros(())}}, scalars={"gate": jnp.zeros(())})
+    step = jax.jit(gated.update)
+    shut, _ = step(state, make_batch(), KEY)
+    opened, _ = step(replace(state, scalars={"gate": jnp.ones(())}), make_batch(), KEY)
+    assert bits(shut.params["actor"]) == bits(state.params["actor"])
+    for one, expected in ((shut, None), (opened, free)):
+        loaded = {name: one.params[name] for name in ("policy", *gated.acting_groups())}
+        acting = TrainState(step=0, params=loaded | {"critic": one.ema["critic"]})
+        chunks, explored = gated.act(acting, here, keys), gated.explore(acting, here, keys).chunk
+        if expected is None:
+            close(chunks, plain(gated, acting, here, keys), rtol=0, atol=0)
+            close(explored, plain(gated, acting, here, keys), rtol=0, atol=0)
+        else:
+            close(chunks, expected.act(acting, here, keys), rtol=0, atol=0)
+            assert np.abs(np.asarray(chunks - plain(gated, acting, here, keys))).max() > 1e-2
 
 
 def test_an_edit_stays_within_its_limit() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pirl.agents.acrlpd import ACRLPD
 from pirl.agents.config import ACRLPDConfig
-from pirl.agents.gate import stays_open
+from pirl.agents.gate import final_word, stays_open
 from pirl.agents.learner import Learner
 from pirl.config import RLTrainConfig
 from pirl.errors import ConfigError
@@ -19,7 +19,7 @@ from pirl.models.config import MLPFlowConfig
 from pirl.models.critic import make_critic
 from pirl.models.critic_config import CriticConfig
 from pirl.models.mlp import MLPFlow
-from pirl.recipes import get_config
+from pirl.recipes import get_config, list_configs
 from pirl.training.config import ConstantSchedule, HeldOutConfig
 from pirl.training.loop import train
 from small_runs import compiled_once, records, small_run
@@ -115,6 +115,28 @@ def test_shut_it_imitates_and_open_it_listens() -> None:
     assert max(jax.tree.leaves(moved)) > 1e-4
 
 
+def test_a_run_whose_gate_stayed_shut_says_so() -> None:
+    gated, unsure = make(gate=0.5), KNOWS | {"held_out/auc": 0.52}
+    state = gated.init(jax.random.key(0))
+    assert gated.verdict(state, unsure) == (
+        "the critic never ranked held-out successes above failures; the actor only imitated: held_out/auc 0.52 where "
+        "more than 0.65 is needed, held_out/rank_correlation 0.60 where more than 0.50 is needed. Are the outcomes "
+        "right, are there enough successes and failures, does the discount reach them? --agent.gate None trusts the "
+        "critic anyway"
+    )
+    ranking = KNOWS | {"held_out/rank_correlation": 0.4}
+    assert "never ranked held-out returns; the actor only imitated" in str(gated.verdict(state, ranking))
+    opened = gated.heard(state, KNOWS, [].append)
+    assert gated.verdict(opened, KNOWS) is None
+    shut = gated.heard(opened, KNOWS | {"held_out/auc": 0.4}, [].append)
+    word = "the critic no longer ranks held-out successes above failures; in the end the actor imitated"
+    assert str(gated.verdict(shut, unsure)).startswith(word)
+    assert gated.heard(shut, unsure, [].append).scalars["gate"] == shut.scalars["gate"] == -1
+    assert float(gated.heard(shut, KNOWS, [].append).scalars["gate"]) == 1
+    assert make().verdict(make().init(jax.random.key(0)), unsure) is None
+    assert "only left the policy as it was" in final_word(unsure, 0.5, was_open=False, did="left the policy as it was")
+
+
 def gated_run(folder: Path, held_out: float) -> RLTrainConfig:
     listening = ACRLPDConfig(discount=0.9, augment=False, flow_steps=2, policy_ema_decay=None, critic_ema_decay=None)
     config = small_run(folder, listening, held_out=HeldOutConfig(interval=20, rows=160, candidates=2))
@@ -122,7 +144,9 @@ def gated_run(folder: Path, held_out: float) -> RLTrainConfig:
     return replace(config, agent=replace(listening, gate=0.3), data=replace(config.data, held_out=held_out))
 
 
-def test_a_run_obeys_what_it_measures(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_obeys_what_it_measures(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = gated_run(tmp_path, held_out=0.2)
     with compiled_once(tmp_path_factory.mktemp("programs")):
         assert train(config) == 0
@@ -136,6 +160,19 @@ def test_a_run_obeys_what_it_measures(tmp_path: Path, tmp_path_factory: pytest.T
             is_open = stays_open(logged[step], 0.3, was_open=is_open)
         assert gates[step + 1] == float(is_open), step
     assert (gates[1], gates[config.num_train_steps]) == (0, 1)
+    assert "the critic never" not in capsys.readouterr().err
+    never = replace(config, exp_name="never", num_train_steps=20, agent=replace(config.agent, gate=1.0))
+    with compiled_once(tmp_path_factory.mktemp("programs")):
+        assert train(never) == 0
+    assert "the critic never ranked held-out" in capsys.readouterr().err
+
+
+def test_on_the_tabletop_every_actor_with_a_critic_waits_for_it() -> None:
+    recipes = [config for name in list_configs() if (config := get_config(name)).env == get_config("bc_tabletop").env]
+    gated = [config.name for config in recipes if getattr(config.agent, "gate", None)]
+    assert gated == [config.name for config in recipes if hasattr(config.agent, "gate")]
+    assert len(gated) == 7
+    assert all(get_config(name).data.held_out for name in gated)
 
 
 def test_a_gate_needs_episodes_to_measure_on() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pirl.agents.agent import Agent
-from pirl.cli import demo
 from pirl.cli.app import main
 from pirl.data.config import DataConfig
 from pirl.data.create import create_source
@@ -33,7 +32,7 @@ def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
     """The commands that were run; each leaves behind what the real one does."""
     commands: list[list[str]] = []
     monkeypatch.setattr(tabletop, "shuffled", lambda dataset, seed: dataset.with_name("others"))
-    monkeypatch.setattr(tabletop, "num_recorded", lambda dataset: 1500 if dataset.is_dir() else 0)
+    monkeypatch.setattr(tabletop, "num_recorded", lambda dataset: 3000 if dataset.is_dir() else 0)
 
     def leave_result(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,17 +41,10 @@ def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
 
     def run(words: list[str]) -> int:
         commands.append([*words, Agent.lesson.__module__])
-        if words[0] == "demo":
-            stages, results = demo.plan(Path(words[2]), quick=False, seed=0)
-            for stage in stages[2:6]:
-                stage.product.mkdir(parents=True, exist_ok=True)
-            for result in results:
-                leave_result(result.evaluation.parent)
-        elif words[0] in ("record", "norm-stats"):
+        if words[0] in ("record", "norm-stats"):
             Path(words[words.index("--root" if words[0] == "record" else "--out") + 1]).mkdir(parents=True)
         elif words[0] == "train":
             config = cli(words[1:])
-            assert (config.init_weights is None) == (words[3] in ("imitation", "perfect"))
             assert config.init_weights is None or Path(config.init_weights).is_dir()
             (config.run_dir / str(config.num_train_steps)).mkdir(parents=True)
         else:
@@ -64,44 +56,79 @@ def called(tabletop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
     return commands
 
 
+@pytest.mark.parametrize("level", ["easy", "stitch"])
 def test_every_row_is_filled_and_nothing_done_twice(
-    tabletop: ModuleType, called: list[list[str]], tmp_path: Path
+    tabletop: ModuleType, called: list[list[str]], tmp_path: Path, level: str
 ) -> None:
-    seed = tabletop.Seed(tmp_path / "seed0", 0, quick=False)
-    seed.run()
-    assert [words[0] for words in called] == ["demo", *["train", "eval"] * 5]
-    assert [words[-1] == "tabletop" for words in called] == [False] * 9 + [True] * 2, "only one run tosses coins"
-    told = [Path(words[words.index("--data-path") + 1]).name for words in called if "--data-path" in words]
-    assert told == ["tabletop"] * 3 + ["others", "tabletop"], "only one is told how others ended"
-    assert "–" not in [seed.cell(name) for name in tabletop.ROWS.values()]
-    table = tabletop.markdown([seed])
-    assert "| ACRLPD, `distill`, offline | 0.030 (0.00–1.00) |\n" in table
-    seed.run()
-    assert [words[0] for words in called[11:]] == ["demo"]
-
-
-def test_stitch_has_rows_of_its_own(tabletop: ModuleType, called: list[list[str]], tmp_path: Path) -> None:
-    seed = tabletop.Stitch(tmp_path / "seed0", 0, quick=False)
-    seed.run()
-    trained = [*["train", "eval"] * 5, "eval", "train", "eval"]
-    assert [words[0] for words in called] == [*["record", "norm-stats"] * 2, *trained]
-    assert all("stitch" in words for words in called if words[0] in ("record", "train"))
-    told = {words[3]: Path(words[words.index("--data-path") + 1]).name for words in called if words[0] == "train"}
-    assert told.pop("perfect") == "perfect"
-    assert told.pop("ACRLPD_shuffled") == "others"
-    assert set(told.values()) == {"tabletop"}
-    assert tabletop.markdown([seed]).count("\n") == 2 + len(tabletop.STITCH_ROWS)
-    assert "–" not in [seed.cell(name) for name in tabletop.STITCH_ROWS.values()]
+    seed = tabletop.Seed(tmp_path / "seed0", 0, level)
+    for name in seed.rows:
+        seed.run(name)
+    trained = {words[3]: words for words in called if words[0] == "train"}
+    assert list(trained) == [name for name, row in seed.rows.items() if row.recipe]
+    assert sum(words[0] == "eval" for words in called) == len(seed.rows)
+    recorded = {row.data for row in seed.rows.values()} - {"shuffled"}
+    assert sum(words[0] == "record" for words in called) == len(recorded)
+    for name, words in trained.items():
+        row = seed.rows[name]
+        assert Path(words[words.index("--data-path") + 1]).name == row.data.replace("shuffled", "others")
+        if row.after is None:
+            assert "--init-weights" not in words
+        else:
+            assert Path(words[words.index("--init-weights") + 1]).parts[-2] == row.after
+    assert [name for name, words in trained.items() if words[-1] == "tabletop"] == (
+        ["RIPT_shuffled"] if level == "easy" else []
+    ), "only one run tosses coins"
+    levels = [words[words.index("--env.level") + 1] for words in called if "--env.level" in words]
+    assert levels == ([] if level == "easy" else ["stitch"] * (len(recorded) + len(trained)))
+    assert None not in [seed.success(name) for name in seed.rows]
     done = len(called)
-    seed.run()
-    assert len(called) == done, "nothing is done twice"
+    for name in seed.rows:
+        seed.run(name)
+    assert len(called) == done
+
+
+def test_a_row_brings_what_it_needs(tabletop: ModuleType, called: list[list[str]], tmp_path: Path) -> None:
+    tabletop.Seed(tmp_path / "seed0", 0).run("slips")
+    assert [words[0] for words in called] == ["record", "norm-stats", "train", "train", "eval"]
+    assert all(words[words.index("--env.slip") + 1] == "0.3" for words in called if words[0] in ("record", "train"))
+    called.clear()
+    tabletop.Seed(tmp_path / "seed1", 1, quick=True).run("ACRLPD,_best_of_8")
+    assert [words[0] for words in called] == ["record", "norm-stats", "train", "train", "eval"]
+    assert [words[words.index("--max-steps") + 1] for words in called if words[0] == "train"] == ["240", "160"]
+
+
+def test_the_table_has_every_seed_that_is_there(
+    tabletop: ModuleType,
+    called: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tabletop.jax.config, "update", lambda *_: None)  # these programs are not worth keeping
+    for seed in ("0", "3"):
+        words = ["tabletop.py", "--folder", str(tmp_path), "--seeds", seed, "--rows", "imitation"]
+        monkeypatch.setattr("sys.argv", words)
+        tabletop.main()
+    assert "| method | seed 0 | seed 3 | mean (95 %) |\n" in capsys.readouterr().out
+    folder = tmp_path / "easy/whole"
+    found = json.loads((folder / "results.json").read_text())
+    first, second = found["imitation"].values()
+    assert found["ACRLPD"] == {"0": None, "3": None}
+    reach = 12.7062 * abs(second - first) / 2  # Student's t with one degree of freedom
+    mean = (first + second) / 2
+    line = f"| BC | {first:.3f} | {second:.3f} | {mean:.3f} ({mean - reach:.2f} to {mean + reach:.2f}) |\n"
+    assert line in (folder / "table.md").read_text()
+    assert "| **ACRLPD** | – | – | – |\n" in (folder / "table.md").read_text()
+    monkeypatch.setattr("sys.argv", ["tabletop.py", "--rows", "nothing"])
+    with pytest.raises(SystemExit):
+        tabletop.main()
 
 
 def test_what_was_begun_is_resumed(tabletop: ModuleType, called: list[list[str]], tmp_path: Path) -> None:
-    (tmp_path / "seed0/runs/ript_tabletop/RIPT").mkdir(parents=True)
+    (tmp_path / "seed0/runs/bc_tabletop/imitation").mkdir(parents=True)
     with pytest.raises(SystemExit, match="2"):  # the command itself knows --resume, not a recipe's flags
-        tabletop.Seed(tmp_path / "seed0", 0, quick=False).run()
-    assert called[-1][:4] == ["train", "ript_tabletop", "--exp-name", "RIPT"]
+        tabletop.Seed(tmp_path / "seed0", 0).run("imitation")
+    assert called[-1][:4] == ["train", "bc_tabletop", "--exp-name", "imitation"]
     assert "--resume" in called[-1]
 
 

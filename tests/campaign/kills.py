@@ -1,12 +1,12 @@
-"""`kill -9` at random moments, and then the one command that can be repeated: it must end as if nothing had happened.
+"""`kill -9` at random moments, then the same command again: it must end as if nothing had happened.
 
     python tests/campaign/kills.py --kills 1000 --seed 7 --only train,ript,online,export,eval,tune
 
-Each round kills the same command some times, lets it finish, and compares all it left with a run that nobody touched,
-bit by bit. After each kill every step that has a name is compared with its checksums, and no process may stay behind.
-Half of the kills fall anywhere; the others fall while a checkpoint or an export is being written.
+Each round kills the same command several times, lets it finish, and compares all its results bit by bit with an
+undisturbed run. After each kill every named step is checked against its checksums, and no process may survive. Half of
+the kills fall anywhere; the others fall while a checkpoint or an export is being written.
 
-Importing jax takes seconds, so it is done once: each run is a copy of this process, made before jax has any threads.
+Importing jax takes seconds, so it is done once: each run is a fork of this process, made before jax has any threads.
 """
 
 import argparse
@@ -34,9 +34,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 LIMIT = 1200.0
-"""Seconds for one command to end by itself."""
+"""Most seconds for one command to finish."""
 ORPHANS = 20.0
-"""Seconds for the processes of a command that was killed to end."""
+"""Most seconds for a killed command's child processes to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class Case:
     """A command that can be repeated."""
 
     words: Callable[[Path], list[str]]
-    """The command, for its folder."""
+    """The command line for a folder."""
     prepare: Callable[[Path], None]
-    """Makes what it needs in a folder."""
+    """Prepares a folder."""
     look: Callable[[Path], Any]
-    """All that it leaves, as JSON values, without clocks."""
+    """Its results as JSON values, without times."""
     writing: str
-    """Matches what is there while something is being written."""
+    """Glob of files that exist while something is being written."""
 
 
 def cases() -> dict[str, Case]:
-    """Training on data, with group rollouts here and in workers, and online; export; evaluation; a search."""
+    """All cases: training offline, in rollout groups (local and in workers) and online; export; evaluation; search."""
     from collecting_runs import ROLLOUT, online_run, ript_run, saving
     from pirl.agents.config import BCConfig
     from pirl.rollout.config import EvalConfig
@@ -134,7 +134,7 @@ def _prepare_tune(folder: Path, make: Callable[[Path], Any]) -> None:
 
 
 def _look_at_runs(folder: Path) -> Any:
-    """State, records and position of each run, and the names of all that lies in its folder."""
+    """State, records and position of each run, and the names of all files in its folder."""
     import jax
     import numpy as np
 
@@ -182,7 +182,7 @@ def sha(content: bytes) -> str:
 
 
 def fork(work: Callable[[], int], log: Path) -> int:
-    """A copy of this process that does the work, in a session of its own, and writes what it says to a file."""
+    """Fork a process that does the work in its own session and writes its output to a file."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -192,7 +192,7 @@ def fork(work: Callable[[], int], log: Path) -> int:
             os.dup2(handle, 1)
             os.dup2(handle, 2)
             code = work()
-        except BaseException:  # noqa: BLE001: a copy must never return to the caller
+        except BaseException:  # a copy must never return to the caller
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -202,7 +202,7 @@ def fork(work: Callable[[], int], log: Path) -> int:
 
 
 def ended(pid: int, seconds: float) -> int | None:
-    """The exit code, once it is there; None if it takes longer."""
+    """Wait for the exit code; None after a timeout."""
     end = time.monotonic() + seconds
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -214,7 +214,7 @@ def ended(pid: int, seconds: float) -> int | None:
 
 
 def do(work: Callable[[], int], log: Path) -> None:
-    """The work in a copy of this process; it has to end well."""
+    """Do the work in a fork; raises if it fails."""
     pid = fork(work, log)
     if (code := ended(pid, LIMIT)) != 0:
         if code is None:
@@ -237,7 +237,7 @@ def in_session(session: int) -> list[int]:
 
 
 class Attack:
-    """One case: what it leaves when nobody kills it, and how long it takes."""
+    """One case, with the results and duration of an undisturbed run."""
 
     def __init__(self, name: str, case: Case, folder: Path, moments: random.Random) -> None:
         self.name, self.case, self.folder, self.moments = name, case, folder, moments
@@ -253,7 +253,7 @@ class Attack:
         assert self._seen(again) == self.expected, f"{name}: two runs that nobody touched differ"
 
     def round(self, kills: int) -> None:
-        """Kill the command so many times, let it finish, and compare."""
+        """Kill the command several times, let it finish, and compare."""
         folder = self._fresh()
         for _ in range(kills):
             self._kill(folder)
@@ -269,13 +269,13 @@ class Attack:
         pid = fork(lambda: app.main(self.case.words(folder)), folder / "said.log")
         if while_writing:
             end = time.monotonic() + self.seconds
-            while not any(folder.glob(self.case.writing)) and time.monotonic() < end:
+            while not self._is_writing(folder) and time.monotonic() < end:
                 time.sleep(0.001)
             code = ended(pid, self.moments.uniform(0, 0.1))
         else:
             code = ended(pid, self.moments.uniform(0, 1.05 * self.seconds))
         if code is None:
-            written = any(folder.glob(self.case.writing))
+            written = self._is_writing(folder)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             self.counts["killed while writing" if written else "killed"] += 1
@@ -288,8 +288,14 @@ class Attack:
         assert not left, f"{self.name}: processes {left} outlived {pid}"
         do(lambda: self._check_steps(folder), folder / "checked.log")
 
+    def _is_writing(self, folder: Path) -> bool:
+        try:
+            return any(folder.glob(self.case.writing))
+        except FileNotFoundError:  # a folder went meanwhile
+            return False
+
     def _check_steps(self, folder: Path) -> int:
-        """Whatever has a name is whole, at any moment."""
+        """Check that every named step is complete."""
         from pirl.checkpoints.checksums import damage, read_checksums
 
         for params in folder.glob("runs/*/*/*/params"):
@@ -379,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_all() -> None:
-    """What the commands need, before the copies are made; none of it may start a thread."""
+    """Import what the commands need before forking; nothing may start a thread."""
     import collecting_runs
     import pirl.checkpoints.inspect
     import pirl.cli.app

@@ -1,8 +1,8 @@
-"""Mutants: datasets and files changed in one place, and a judge of what the readers make of each.
+"""Mutation tests of the readers: datasets and files changed in one place, and a judge of what the readers return.
 
-Mutant number i of a seed is always the same. `judge` calls it `right` (the recorded data came out), `refused` (an
-error of pirl's, with a hint), `warned` (other data, and a warning that says so), `raw` (any other exception) or `wrong`
-(other data without a word). The last two are failures.
+Mutant number i of a seed is deterministic. Verdicts: `right` (the recorded data), `refused` (a pirl error with a hint),
+`warned` (other data with a warning), `raw` (any other exception) or `wrong` (other data silently). The last two are
+failures.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from pirl.records import Episode
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot"
 LEROBOT = ("v21_image", "v21_video", "v30_image", "v30_video", "v30_video_multifile")
 OWN = ("own_v21", "own_v30")
-"""Written by pirl, with a checksum in every page of its parquet files."""
+"""Datasets written by pirl, with a checksum in every page of their parquet files."""
 FILES = ("norm_stats", "success", "labels", "replay")
 CAMERAS = tuple(f"observation.images.cam_{name}" for name in ("high", "left_wrist", "right_wrist"))
 VECTORS = ("observation.state", "action")
@@ -67,23 +67,23 @@ class Mutant:
     subject: str
     attack: str
     told: str
-    """What was changed."""
+    """Description of the change."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of it."""
+    """The reader's result."""
 
     kind: str
     said: str
 
 
-# What is attacked.
+# Subjects.
 
 
 @cache
 def subjects() -> Path:
-    """A folder with one untouched copy of everything."""
+    """A folder with an unmodified copy of every subject."""
     root = Path(tempfile.mkdtemp(prefix="mutants-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     for name in LEROBOT:
@@ -148,11 +148,11 @@ def replay() -> ReplayBuffer:
     return buffer
 
 
-# How it is read.
+# Reading.
 
 
 def observe(subject: str, root: Path) -> Any:
-    """All that a reader makes of the subject, as plain data."""
+    """Everything that a reader returns for the subject, as plain data."""
     if subject == "norm_stats":
         found = load_norm_stats(root)
         return {
@@ -174,7 +174,7 @@ def observe(subject: str, root: Path) -> Any:
         root, cameras=cameras, image_size=None, cache=CacheConfig(tier="pool", workers=1, folder=str(root / "cache"))
     )
     episodes = [_plain(source.episode(i)) for i in range(len(source))]
-    source.cache._built = True  # the pool tier, without asking how much memory there is
+    source.cache._built = True  # the pool tier, regardless of available memory
     return {"fps": source.meta.fps, "episodes": episodes, "pictures": _pictures(subject, root, source)}
 
 
@@ -184,7 +184,7 @@ def _plain(episode: Episode) -> tuple[Any, ...]:
 
 
 def _pictures(subject: str, root: Path, source: LeRobotSource) -> list[Any]:
-    """A hash of every episode's pictures; not decoded where they are read from the same place of the same file."""
+    """A hash of every episode's images; videos read from the same place of the same file are not decoded."""
     known = _places(subject, root, source.meta)
     if subjects() / subject in reference_places and known == reference_places[subjects() / subject]:
         return reference_pictures[subjects() / subject]
@@ -212,12 +212,12 @@ _STATS = ("mean", "std", "q01", "q99")
 
 @cache
 def reference(subject: str) -> Any:
-    """What the untouched subject holds."""
+    """The unmodified subject's contents."""
     return observe(subject, subjects() / subject)
 
 
 def expected(subject: str, root: Path) -> Any:
-    """What the mutant holds, by a reading of its own where files have no redundancy; None where it is no such file."""
+    """The mutant's contents by an independent reader, for files without redundancy; None for invalid files."""
     if subject == "norm_stats":
         return _expected_stats(root / "norm_stats.json")
     if subject == "success":
@@ -259,7 +259,7 @@ def _expected_success(file: Path) -> Any:
 
 
 def _expected_labels(file: Path) -> Any:
-    """The newest of each person; a line that a crash cut off at the end does not count."""
+    """The newest label of each person; an incomplete last line does not count."""
     latest: dict[tuple[int, str], Any] = {}
     lines = file.read_bytes().split(b"\n") if file.is_file() else []
     for number, line in enumerate(lines):
@@ -283,7 +283,7 @@ def _expected_labels(file: Path) -> Any:
     return found
 
 
-# How it is changed.
+# Changes.
 
 
 def _choose(rng: Rng, items: Any) -> Any:
@@ -299,7 +299,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _own_copy(path: Path) -> Path:
-    """The file, no longer shared with the untouched subject."""
+    """The file as a copy that is no longer linked to the unmodified subject."""
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content)
@@ -315,7 +315,7 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def _change_value(value: Any, rng: Rng) -> tuple[Any, str]:
-    """The JSON value with one of its parts changed."""
+    """The JSON value with one part changed."""
     path = _choose(rng, _leaves(value)) if isinstance(value, dict | list) and value else ()
     if not path:
         return _choose(rng, ODD), "all"
@@ -342,7 +342,7 @@ def _change_value(value: Any, rng: Rng) -> tuple[Any, str]:
 
 
 def json_value(root: Path, rng: Rng) -> str:
-    """One value of a JSON file."""
+    """Change one value of a JSON file."""
     path = _own_copy(_choose(rng, sorted([*root.rglob("*.json"), *root.rglob("*.jsonl")])))
     lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
     at = int(rng.integers(len(lines)))
@@ -353,7 +353,7 @@ def json_value(root: Path, rng: Rng) -> str:
 
 
 def json_text(root: Path, rng: Rng) -> str:
-    """The text of a JSON file: nested deeply, a key twice, lines lost, doubled or joined."""
+    """Change a JSON file's text: deep nesting, a duplicate key, lines lost, doubled or joined."""
     path = _own_copy(_choose(rng, sorted([*root.rglob("*.json"), *root.rglob("*.jsonl")])))
     text = path.read_text()
     lines = text.splitlines(keepends=True)
@@ -401,13 +401,13 @@ def _file_bytes(path: Path, rng: Rng) -> str:
 
 
 def meta_bytes(root: Path, rng: Rng) -> str:
-    """Bytes of a metadata file."""
+    """Change bytes of a metadata file."""
     found = [path for path in root.rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".parquet")]
     return _file_bytes(_choose(rng, sorted(path for path in found if "data" not in path.relative_to(root).parts)), rng)
 
 
 def data_bytes(root: Path, rng: Rng) -> str:
-    """Bytes of a file of rows."""
+    """Change bytes of a data file."""
     return _file_bytes(_choose(rng, sorted([*root.rglob("data/**/*.parquet"), *root.rglob("*.npz")])), rng)
 
 
@@ -417,7 +417,7 @@ def _tables(root: Path, rng: Rng, pattern: str) -> tuple[Path, pa.Table]:
 
 
 def _column_changed(table: pa.Table, name: str, rng: Rng) -> tuple[pa.Table, str]:
-    """One column dropped, renamed, of another type, or with odd values."""
+    """A table with one column dropped, renamed, of another type, or with odd values."""
     place, rows = table.column_names.index(name), table[name].to_pylist()
     at = int(rng.integers(len(rows)))
     kind = _choose(
@@ -454,7 +454,7 @@ def _column_changed(table: pa.Table, name: str, rng: Rng) -> tuple[pa.Table, str
 
 
 def _rows_changed(table: pa.Table, rng: Rng) -> tuple[pa.Table, str]:
-    """Whole rows lost, doubled, or in another order."""
+    """A table with rows lost, doubled or reordered."""
     rows, at = np.arange(len(table)), int(rng.integers(len(table)))
     kind = _choose(rng, ("lose", "double", "roll", "swap", "none"))
     other = (at + 1 + int(rng.integers(max(len(rows) - 1, 1)))) % len(rows)
@@ -465,7 +465,7 @@ def _rows_changed(table: pa.Table, rng: Rng) -> tuple[pa.Table, str]:
 
 
 def _names_changed(table: pa.Table, rng: Rng) -> tuple[pa.Table, str]:
-    """Two columns of one type called by each other's name."""
+    """A table with the names of two columns of the same type swapped."""
     alike = [
         (a.name, b.name)
         for i, a in enumerate(table.schema)
@@ -495,17 +495,17 @@ def _change_table(root: Path, rng: Rng, pattern: str) -> str:
 
 
 def data_table(root: Path, rng: Rng) -> str:
-    """A file of rows."""
+    """Change a data file's table."""
     return _change_table(root, rng, "data/*/*.parquet")
 
 
 def meta_table(root: Path, rng: Rng) -> str:
-    """A parquet file of metadata: episodes or tasks."""
+    """Change a parquet file of metadata (episodes or tasks)."""
     return _change_table(root, rng, _choose(rng, ("meta/episodes/*/*.parquet", "meta/tasks.parquet")))
 
 
 def ragged(root: Path, rng: Rng) -> str:
-    """Values that wander from one row to the next."""
+    """Move list values from one row to the next."""
     path, table = _tables(root, rng, "data/*/*.parquet")
     name = _choose(rng, VECTORS)
     rows = table[name].to_pylist()
@@ -516,7 +516,7 @@ def ragged(root: Path, rng: Rng) -> str:
 
 
 def swapped_videos(root: Path, rng: Rng) -> str:
-    """The files of two cameras, or of two episodes, in each other's place."""
+    """Swap the video files of two cameras or two episodes."""
     path, other = (_choose(rng, sorted(root.glob("videos/**/*.mp4"))) for _ in range(2))
     one, two = path.read_bytes(), other.read_bytes()
     for file, content in ((path, two), (other, one)):
@@ -526,7 +526,7 @@ def swapped_videos(root: Path, rng: Rng) -> str:
 
 
 def video_bytes(root: Path, rng: Rng) -> str:
-    """A video that is cut off, emptied or gone."""
+    """Truncate, empty or delete a video."""
     path = _choose(rng, sorted(root.glob("videos/**/*.mp4")))
     content = _own_copy(path).read_bytes()
     kind = _choose(rng, ("cut", "empty", "missing", "text"))
@@ -547,14 +547,14 @@ ATTACKS: dict[str, tuple[Attack, tuple[str, ...], int]] = {
     "swapped videos": (swapped_videos, ("v21_video", "v30_video", "v30_video_multifile"), 1),
     "a damaged video": (video_bytes, ("v21_video", "v30_video", "v30_video_multifile"), 1),
 }
-"""Attack by name, what it fits, and its weight."""
+"""Name -> (attack, subjects it applies to, weight)."""
 
 
-# The judge.
+# Judging.
 
 
 def make(seed: int, number: int, root: Path) -> Mutant:
-    """Mutant `number` of that seed, in a folder that does not exist yet. Untouched files are links."""
+    """Make mutant `number` of a seed in a new folder. Unmodified files are links."""
     rng = np.random.default_rng((seed, number))
     names = list(ATTACKS)
     weights = np.array([ATTACKS[name][2] for name in names], float)
@@ -566,7 +566,7 @@ def make(seed: int, number: int, root: Path) -> Mutant:
 
 
 def judge(mutant: Mutant, root: Path) -> Verdict:
-    """What a reader makes of it."""
+    """Read the mutant and return the verdict."""
     wanted = expected(mutant.subject, root)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -583,7 +583,7 @@ def judge(mutant: Mutant, root: Path) -> Verdict:
 
 
 def _differs_in_words(found: Any, wanted: Any, mutant: Mutant) -> bool:
-    """Whether all that changed is the wording of a task, which nothing else in a dataset repeats, or a rounded fps."""
+    """Whether only a task's wording or a rounded fps differs, for which a dataset has no redundancy."""
     if mutant.subject in FILES or wanted is None or len(found["episodes"]) != len(wanted["episodes"]):
         return False
     same = all(a[1:] == b[1:] for a, b in zip(found["episodes"], wanted["episodes"], strict=True))

@@ -1,5 +1,6 @@
 """A run goes on exactly where it stopped: however it stopped, on however many devices, or not at all and says why."""
 
+import gc
 import json
 import os
 import re
@@ -101,6 +102,18 @@ def test_round_trip_is_exact(tmp_path: Path, ema: bool) -> None:
     assert found.written_by.startswith("pirl ")
     stored = json.loads((tmp_path / "run" / "3" / "train_state" / "_METADATA").read_text())["tree_metadata"]
     assert sum("kernel" in key for key in stored) == (8 if ema else 6)
+
+
+def test_saving_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    """Without `stop_leaks` each save leaves metrics and three strings an array: more than 1,300 objects here."""
+    state, held = make_state(), []
+    with Checkpoints(tmp_path / "run", replace(SYNC, keep_last=1)) as checkpoints:
+        for step in range(1, 31):
+            checkpoints.save(step, state)
+            if step in (10, 30):
+                gc.collect()
+                held.append(sys.getallocatedblocks())
+    assert held[1] - held[0] < 2 * 20 * len(jax.tree.leaves(state))
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:

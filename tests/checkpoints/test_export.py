@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from safetensors.numpy import save_file
 
 from pirl import __version__
 from pirl.checkpoints.compare import leaf_shapes
@@ -223,6 +224,14 @@ def test_inspect_tells_adapters_formats_and_writers(tmp_path: Path) -> None:
     np.savez(tmp_path / "vlm.npz", **{"params/img/head/bias": np.zeros(3, ml_dtypes.bfloat16)})
     npz = describe(tmp_path / "vlm.npz")
     assert (npz.kind, npz.model, npz.parameters, npz.bytes) == ("npz", "PaliGemma", 3, 6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "int8", "uint8", "uint16", "bool"])
+def test_inspect_knows_the_size_of_every_type_of_safetensors(tmp_path: Path, dtype: str) -> None:
+    array = np.ones((3, 5), dtype)
+    save_file({"state_proj.weight": array}, tmp_path / "model.safetensors")
+    (leaf,) = describe(tmp_path).leaves.values()
+    assert (leaf.dtype, leaf.bytes) == (dtype, array.nbytes)
 
 
 def test_inspect_of_damaged_and_foreign_folders(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_process_serves_reloads_and_ends_on_signals(runs: tuple[Path, dict[str
             server.process.send_signal(signal.SIGUSR1)
             server.wait_for("prepare")
             server.process.send_signal(signal.SIGHUP)
-            server.wait_for("new episodes get walk_bc/run/5")
+            assert server.wait_for("new episodes get walk_bc/run/5").startswith("20"), "with the time"
             assert client.ask(SEEN)["actions"].shape == (3, 2)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(300) == 0

@@ -1,4 +1,4 @@
-"""Golden LeRobot datasets, and copies of them that a test may damage."""
+"""Fixtures: golden LeRobot datasets, and copies that a test may modify."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot"
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Caches and downloads of this test alone."""
+    """Give each test its own caches and download folders."""
     monkeypatch.setenv("PIRL_HOME", str(tmp_path / "pirl_home"))
     monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lerobot_home"))
     return tmp_path

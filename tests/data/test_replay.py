@@ -1,5 +1,7 @@
 """The replay buffer: its limits, what readers see while it changes, and what survives on disk."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -99,6 +101,19 @@ def test_the_stream_follows_the_buffer():
     replay.append(*rollout(2, steps=5))
     assert len(stream.resident(1).table) == 8
     assert len(first.table) == 3
+
+
+def test_an_episode_keeps_its_number_whatever_its_last_bits_and_whoever_left(tmp_path):
+    """Which critics learn from an episode hangs on its number: another number of devices must not change it."""
+    replay, nearly = buffer(6), buffer(5)
+    episode, frames = rollout(5)
+    nearly.append(replace(episode, actions=np.nextafter(episode.actions, 9)), frames)
+    for one in (replay, nearly):
+        table = ReplayStream(one, discount=0.9).resident(0).table
+        assert table.numbers.tolist() == [2, 3, 4, 5]
+    restored = buffer()
+    restored.restore(tmp_path, replay.save(tmp_path))
+    assert ReplayStream(restored, discount=0.9).resident(0).table.numbers.tolist() == [2, 3, 4, 5]
 
 
 def test_saved_and_restored_it_is_the_same(tmp_path):

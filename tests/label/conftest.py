@@ -1,4 +1,4 @@
-"""A golden dataset of one's own, and the labelling server on it."""
+"""Fixtures: a private copy of a golden dataset, and a labelling server for it."""
 
 import shutil
 import threading

@@ -5,26 +5,28 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from pirl.agents.agent import TrainState
 from pirl.checkpoints.run import Checkpoints
 from pirl.errors import CheckpointError, ConfigError
+from pirl.parallel import failures
 from pirl.parallel.distributed import (
-    LostProcessError,
     Place,
-    all_alive,
     barrier,
     find_place,
     host_slice,
     initialize,
     is_main,
 )
+from pirl.parallel.failures import LostProcessError, all_alive
 from pirl.parallel.sharding import make_mesh, sharded_shapes
 from pirl.training.config import CheckpointConfig
 
@@ -45,6 +47,7 @@ from pirl.parallel.sharding import (
 run = Path(sys.argv[1])
 place = distributed.initialize(timeout=60)
 out = {"place": [place.launcher, place.num_processes, place.process_id], "main": distributed.is_main()}
+out["cache"] = jax.config.jax_enable_compilation_cache
 mesh = make_mesh(8)
 out["devices"] = [len(jax.devices()), len(jax.local_devices())]
 
@@ -139,6 +142,7 @@ def test_two_processes_make_one_mesh(two: tuple[Path, list[dict]]) -> None:
     assert first["devices"] == second["devices"] == [8, 4]
     assert first["rows"] == [0, 7, 8]
     assert second["rows"] == [8, 15, 8]
+    assert not first["cache"]  # see test_kills_processes: from the cache, collectives run in any order
     for process in (first, second):
         share, devices = process["share"]
         assert share == pytest.approx(1 / 8, rel=0.05)
@@ -237,6 +241,19 @@ def test_incomplete_or_wrong_arguments_are_refused(arguments: tuple, words: str)
         find_place({"JAX_COORDINATOR_ADDRESS": "a:1"})
 
 
+class Service:
+    """What processes tell each other."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self.words[key] = value
+
+    def key_value_dir_get(self, place: str) -> list[tuple[str, str]]:
+        return [(key, word) for key, word in self.words.items() if key.startswith(f"{place}/")]
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -248,12 +265,24 @@ def test_incomplete_or_wrong_arguments_are_refused(arguments: tuple, words: str)
 def test_what_fails_because_another_process_is_gone_says_so(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(type(error)), all_alive():  # alone, nobody can be lost
         raise error
+    service = Service()
+    service.key_value_set("pirl.failures/0/left/000001", "")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(failures, "_numbers", count())
+    monkeypatch.setattr(failures, "_LAST_SECONDS", 0.0)
+    monkeypatch.setattr(ocp.multihost, "get_jax_distributed_client", lambda: service)
     with pytest.raises(LostProcessError, match="process 0 of 2 lost another one") as caught, all_alive():
         raise error
     assert "--resume auto" in caught.value.hint
+    service.key_value_set("pirl.failures/1/left/000001", "")
     with pytest.raises(ZeroDivisionError), all_alive():
         raise ZeroDivisionError
+    assert "ZeroDivisionError" in service.words["pirl.failures/1/failed/000000"]
+    service.key_value_set("pirl.failures/2/failed/000001", "process 1 failed: the cable was pulled")
+    service.key_value_set("pirl.failures/2/left/000001", "")
+    with pytest.raises(LostProcessError, match="process 0 of 2: process 1 failed: the cable was pulled"), all_alive():
+        raise error
+    assert "pirl.failures/2/failed/000000" not in service.words
 
 
 def test_one_process_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs to report on."""
+"""Fixtures: run folders to report on."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,5 +11,5 @@ from run_folders import write_run
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the folder of a run, by its name."""
+    """A function that writes a run folder of a given name."""
     return partial(write_run, tmp_path)

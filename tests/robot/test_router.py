@@ -19,7 +19,8 @@ def of(name: str, value: float) -> Any:
     def answer(request: Mapping[str, Any]) -> dict[str, Any] | str:
         if request["observation/state"][0] < 0:
             return "Traceback: no such state"
-        return {"actions": np.full((3, 2), value, np.float32), "pirl/policy": name, "pirl/value": value}
+        timings = {"policy_timing": {"infer_ms": value}, "server_timing": {"infer_ms": value}}
+        return {"actions": np.full((3, 2), value, np.float32), "pirl/policy": name, "pirl/value": value, **timings}
 
     return answer
 

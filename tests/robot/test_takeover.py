@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pirl.data.dataset import LeRobotSource
 from pirl.data.lerobot import read_meta
 from pirl.data.rows import read_columns
+from pirl.errors import DataError
 from pirl.robot.broker import ChunkBroker
 from pirl.robot.recorder import Recorder
 from pirl.robot.subscriber import RecordingSubscriber
@@ -57,6 +59,27 @@ def test_corrected_steps_are_marked_and_the_policy_looks_again_afterwards(tmp_pa
     assert columns["policy"].tolist() == (["acrlpd/7"] * 2 + ["operator"] * 2 + ["acrlpd/7"] * 2) * 2
     assert columns["note"][5] == "saved it"
     assert columns["intended_step"][:6].tolist() == [0, 1, -1, -1, 0, 1]
+
+
+def test_a_time_out_is_recorded_as_one_and_other_answers_are_refused(tmp_path: Path) -> None:
+    policy = ChunkBroker(Planned(), execute=5)
+    outcomes = ["timeout", ("timeout", "nearly"), False, "lost"]
+    with Recorder(tmp_path / "data", fps=5, horizon=HORIZON) as recorder:
+        subscriber = RecordingSubscriber(recorder, policy, outcome=lambda: outcomes.pop(0))
+        for said in list(outcomes):
+            policy.reset()
+            subscriber.on_episode_start()
+            seen = {"observation/state": np.zeros(1, np.float32), "prompt": "go"}
+            subscriber.on_step(seen, policy.infer(seen))
+            if said == "lost":
+                with pytest.raises(DataError, match="outcome is 'lost'"):
+                    subscriber.on_episode_end()
+                subscriber.recorder.discard()
+            else:
+                subscriber.on_episode_end()
+    source = LeRobotSource(tmp_path / "data", cameras={})
+    assert [source.episode(index).success for index in range(3)] == [False] * 3
+    assert [bool(source.episode(index).truncated[-1]) for index in range(3)] == [True, True, False]
 
 
 def test_a_person_need_not_wait_for_the_chunk_that_was_asked_for() -> None:

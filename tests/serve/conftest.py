@@ -1,4 +1,4 @@
-"""A small checkpoint with a critic, compiled once, behind a server."""
+"""Fixtures: a small checkpoint with a critic, compiled once, behind a server."""
 
 from collections.abc import Iterator
 from dataclasses import replace

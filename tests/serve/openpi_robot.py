@@ -1,4 +1,4 @@
-"""A robot that knows nothing but openpi_client: run by another interpreter, which has that and not pirl.
+"""A robot that only uses openpi_client; run by another interpreter that has openpi_client but not pirl.
 
 python openpi_robot.py ADDRESS KEY SEEN.npz OUT.npz
 """

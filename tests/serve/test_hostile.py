@@ -16,6 +16,7 @@ import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from pirl.robot.client import PolicyClient, ServerError
 from pirl.serve.planner import Planner
 from pirl.serve.server import HALF_OPEN
 from serving_runs import SEEN, Client, packed, running
@@ -156,7 +157,7 @@ def test_sockets_that_never_shake_hands_are_limited(planner: Planner) -> None:
         assert server.metrics.counted("refused", "sockets") == 8
 
 
-def test_tls(planner: Planner, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_tls(planner: Planner, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path_factory.mktemp("tls")
     made = subprocess.run(
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost "
@@ -172,5 +173,12 @@ def test_tls(planner: Planner, tmp_path_factory: pytest.TempPathFactory) -> None
     with running(planner, tls_cert=folder / "cert.pem", tls_key=folder / "key.pem") as server:
         with Client(server.port, scheme="wss", ssl=context) as client:
             assert client.ask(SEEN)["actions"].shape == (3, 2)
+        address = f"wss://127.0.0.1:{server.port}"
+        with pytest.raises(ServerError, match="self-signed certificate") as caught:
+            PolicyClient(address, patience=None)  # trying again would not help
+        assert "SSL_CERT_FILE" in caught.value.hint
+        monkeypatch.setenv("SSL_CERT_FILE", str(folder / "cert.pem"))
+        with PolicyClient(address) as robot:
+            assert robot.infer(SEEN)["actions"].shape == (3, 2)
         with pytest.raises((OSError, WebSocketException, EOFError)):
             Client(server.port)

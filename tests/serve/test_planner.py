@@ -12,7 +12,8 @@ import pytest
 
 from acting_runs import save_run, walking
 from golden_data import FAMILIES
-from pirl.agents.config import BCConfig
+from pirl.agents.config import ACRLPDConfig, BCConfig
+from pirl.build import build_agent
 from pirl.data.create import create_tokenizer
 from pirl.data.robots import ROBOTS
 from pirl.data.writer import LeRobotWriter
@@ -23,7 +24,8 @@ from pirl.models.pi0 import Pi0
 from pirl.serve.config import ServeConfig
 from pirl.serve.load import loader
 from pirl.serve.planner import LONGEST_PROMPT, PlannedChunk, Planner, example
-from pirl.serve.shadow import shadow
+from pirl.serve.shadow import Shadow, shadow
+from pirl.training.acting import open_checkpoint
 from serving_runs import SEEN, load
 from small_pi0 import SMALL
 
@@ -123,6 +125,31 @@ def recorded(tmp_path: Path, planner: Planner) -> Path:
     return tmp_path / "walks"
 
 
+def test_candidates_share_one_encoding(tmp_path: Path) -> None:
+    """Plain and guided, the program of best of 8 does eight times what follows the prefix, and the prefix once."""
+    model = replace(SMALL, cameras=(), action_dim=2, vocab_size=512, max_token_len=64, horizon=4)
+    config = walking(tmp_path, ACRLPDConfig(actor="best_of_n", num_action_samples=2, augment=False))
+    config = replace(config, model=model, data=replace(config.data, tokenizer="byte"), exp_name="shared")
+    acting = open_checkpoint(save_run(config, {5: 0.5}))
+    agent = build_agent(acting.found.config)
+    plans = {}
+    for count in (1, 8):
+        planner = load(acting.found.folder, best_of=count, settings={"max_batch": 1})(None)
+        plans[count] = [operations(program) for program in planner._programs.values()]
+        row = planner.row(SEEN, number=(0, 0))
+    inputs = jax.tree.map(lambda leaf: leaf[None], dict(row.inputs))
+    encode = jax.jit(lambda state, inputs: agent.policy.encode(state.policy, Observation.from_dict(inputs)))
+    prefix = operations(encode.lower(acting.state, inputs).compile())
+    for one, eight in zip(plans[1], plans[8], strict=True):
+        assert one > prefix
+        assert eight < 8 * one - 6 * prefix, "the candidates are encoded apart"
+
+
+def operations(program: Any) -> float:
+    """Of a compiled program, by XLA's own count."""
+    return float(program.cost_analysis()["flops"])
+
+
 def test_shadow_mode_measures_the_distance_to_what_was_done(planner: Planner, recorded: Path) -> None:
     found = shadow(planner, recorded, stride=3)
     assert (found.episodes, found.chunks) == (2, 6)
@@ -131,6 +158,11 @@ def test_shadow_mode_measures_the_distance_to_what_was_done(planner: Planner, re
     assert (one.episodes, one.chunks) == (1, 1)
     assert (one.hold[0] == 0).all()
     assert (one.hold[1:] > 0).all()
+
+
+def test_steps_beyond_the_longest_episode_are_null_in_json() -> None:
+    found = Shadow(error=np.array([[0.5], [np.nan]]), hold=np.ones((2, 1)), spread=np.ones(1), chunks=1, episodes=1)
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["error"] == [[0.5], [None]]
 
 
 def test_another_robots_dataset_is_refused(planner: Planner) -> None:

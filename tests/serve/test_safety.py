@@ -90,6 +90,40 @@ def test_a_jump_is_spread_over_the_chunk() -> None:
     assert net(jump=(0.1, 0.1)).check(CHUNK, state=STATE).rules == ()  # the first chunk follows none
 
 
+def test_clipping_to_one_limit_never_breaks_another() -> None:
+    ramp = np.tile(0.1 * np.arange(10.0)[:, None], 2).astype(np.float32)
+    jerk = {"rate": 1.0, "mode": "clip", "high": (0.35, 0.35), "jerk": (0.001, 0.001)}
+    found = SafetyNet(SafetyConfig(**jerk), action_dim=2, state_dim=3).check(ramp, state=STATE)
+    assert found.chunk is None  # so smooth a ramp cannot stop before its limit
+    assert found.rules == ("limits", "jerk")
+    assert "cannot meet limits, jerk at once" in found.reason
+
+    box = Box(actions=(0,), low=(0.0,), high=(0.5,), state=(0,))
+    faster = np.array([[0.1, 0.0], [0.2, 0.0], [0.3, 0.0], [0.0, 0.0]], np.float32)
+    found = net(mode="clip", velocity=(0.2, 9.0), workspace=box).check(faster, state=STATE)
+    assert found.chunk is None or 0 <= np.cumsum(found.chunk[:, 0]).max() <= 0.5 + 1e-5
+
+
+def test_a_clipped_chunk_is_within_all_limits_or_refused() -> None:
+    rng, refused, sent = np.random.default_rng(0), 0, 0
+    for _ in range(300):
+        limits: dict[str, Any] = {"low": (-0.5, -0.5), "high": (0.5, 0.5), "jump": (0.2, 0.2)}
+        limits |= {"velocity": tuple(rng.uniform(1, 9, 2)), "jerk": tuple(rng.uniform(50, 900, 2))}
+        chunk, last = (rng.normal(0, 0.4, (6, 2)).astype(np.float32) for _ in range(2))
+        found = net(mode="clip", **limits).check(chunk, state=STATE, last=last)
+        if found.chunk is None:
+            refused += 1
+            continue
+        sent += 1
+        out = found.chunk.astype(np.float64)
+        assert np.abs(out).max() <= 0.5 + 1e-5
+        assert (np.abs(np.diff(out, axis=0)) <= np.array(limits["velocity"]) / 10 + 1e-5).all()
+        assert (np.abs(np.diff(out, n=3, axis=0)) <= np.array(limits["jerk"]) / 1000 + 1e-5).all()
+        assert np.abs(last - out[0]).max(axis=1).min() <= 0.2 + 1e-5
+    assert sent > 30
+    assert refused > 30
+
+
 @pytest.mark.parametrize("mode", ["clip", "refuse"])
 def test_actions_that_are_not_finite_are_always_refused(mode: Any) -> None:
     broken = CHUNK.copy()

@@ -99,24 +99,41 @@ def test_an_episode_is_decided_by_its_context_and_actions(make: Make) -> None:
 
 
 def test_physics_rewards_and_success_are_metaworlds(make: Make) -> None:
+    """To the bit, also while the gripper holds something."""
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+    from metaworld.policies import ENV_POLICY_MAP
 
     (env,) = make(full_state=True, dense_reward=True, end_at_success=False).envs  # type: ignore[attr-defined]
+    touched = set()
     for name in ("pick-place-v3", "peg-insert-side-v3", "door-open-v3"):
         env.begin(Context(INSTRUCTIONS[name], 5))
         stock = ALL_V3_ENVIRONMENTS[name]()
         stock._partially_observable, stock._set_task_called = False, True
         del stock.sawyer_observation_space
         stock._last_rand_vec = env.simulator.inner._last_rand_vec
-        stock.reset()
-        rng = np.random.default_rng(1)
-        for _ in range(20):
-            action = rng.uniform(-1, 1, 4).astype(np.float32)
+        seen, _ = stock.reset()
+        expert = ENV_POLICY_MAP[name]()
+        for _ in range(50):
+            action = np.clip(expert.get_action(seen), -1, 1).astype(np.float32)
             seen, reward, _, _, info = stock.step(action)
             outcome = env.act(action)
             assert outcome.reward == float(reward) / 10
             assert outcome.success == bool(info["success"])
+            if name == "pick-place-v3":
+                assert env.simulator.inner.touching_main_object == stock.touching_main_object
+                touched.add(bool(stock.touching_main_object))
         np.testing.assert_array_equal(env.observe(pictures=False)["state"], seen.astype(np.float32))
+    assert touched == {False, True}
+
+
+def test_a_simulator_changes_no_other_of_its_task(make: Make) -> None:
+    """They copy one compiled model, in which goal and furniture are moved."""
+    first, second = make(2, full_state=True, tasks=("drawer-open-v3",)).envs  # type: ignore[attr-defined]
+    first.begin(Context(DRAWER, 0))
+    there = first.simulator.inner.model.body("drawer").pos.copy()
+    second.begin(Context(DRAWER, 1))
+    np.testing.assert_array_equal(first.simulator.inner.model.body("drawer").pos, there)
+    assert not np.array_equal(second.simulator.inner.model.body("drawer").pos, there)
 
 
 def test_the_first_look_shows_this_episode(make: Make) -> None:

@@ -172,6 +172,7 @@ def test_groups_that_tell_nothing_are_replaced(pool: LocalPool, tmp_path: Path) 
     assert metrics["ript/accepted_groups"] == 2
     assert metrics["ript/collected_rows"] == 16
     assert metrics["ript/success_rate"] == pytest.approx(12 / 19)
+    assert metrics["ript/env_steps"] == stream.state()["env_steps"] == 19 * 4
     assert {int(n) // 4 for batch in found for n in batch["observations"]["state"][:, 0]} == {3, 4}
     assert len(collector.asked) == 20
     state = stream.state()

@@ -1,1 +1,1 @@
-"""Algorithms: pure functions over pytrees. Nothing here jits, shards, logs or touches the disk."""
+"""Algorithms as pure functions over pytrees. Nothing here jits, shards, logs or touches the disk."""

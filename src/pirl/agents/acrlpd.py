@@ -1,12 +1,12 @@
-"""ACRLPD: Q-chunking (arXiv 2507.07969) on a flow policy, with the improvement distilled into the policy's weights.
+"""ACRLPD: Q-chunking (arXiv 2507.07969) on a flow policy, which trains the policy's weights towards higher values.
 
     critic   y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
     actor    min E[ w · ‖v(x_t, t | s) - u‖² ]      w = min(exp(A/β), cap) / mean,  A = Q(s, a) - mean_n Q(s, a^n)
              or with a learned V:                   A = Q(s, a) - V(s)
 
-The prefix of each observation is encoded once per step; its features serve the critic (which sends no gradient back),
-its keys and values the N candidates and the flow loss. Candidates are chosen by the online critic and valued by the
-target critic. β follows the advantages so that the weights keep a given effective sample size.
+The prefix of each observation is encoded once per step: its features serve the critic (without gradient into the
+policy), its keys and values the N candidates and the flow loss. The online critic chooses among candidates, the target
+critic values the choice. β adapts so that the weights keep the configured effective sample size.
 """
 
 from dataclasses import dataclass
@@ -25,43 +25,43 @@ from pirl.models.critic import CriticInputs
 from pirl.models.params import Params
 
 BETA_RATE = 0.1
-"""How far log β, the mean weight and the typical spread move towards those of the latest batch."""
+"""Rate at which log β, the mean weight and the typical spread follow the latest batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ACRLPD(QChunking):
-    """The critic and everything but the actor is `QChunking`."""
+    """`QChunking` with the actor losses `awr`, `distill` and `best_of_n`."""
 
     config: ACRLPDConfig
 
     @property
     def compares(self) -> bool:
-        """Plain Q-chunking imitates all alike."""
+        """True unless the actor is plain imitation (`best_of_n`) without Cal-QL."""
         return self.config.actor != "best_of_n" or self.config.calql_weight > 0
 
     @property
     def samples(self) -> bool:
-        """`distill` chooses among them, and their spread is the scale of advantages."""
+        """Also for `distill`, which picks the best, and `scale_by_state`, which needs their spread."""
         return super().samples or self.config.actor == "distill" or self.config.scale_by_state
 
     def more_targets(self, policy: Params) -> dict[str, Params]:
-        """For `distill`, the policy that training started from.
+        """For `distill`, the initial policy, which samples the candidates.
 
-        Candidates of a policy that is trained on them feed on the critic's errors (measured: success falls to zero
-        within 400 steps); those of the policy it started from stay where the data are.
+        Training a policy on its own candidates amplifies the critic's errors (measured: success falls to zero within
+        400 steps); candidates of the initial policy stay near the data.
         """
         if self.config.actor != "distill":
             return {}
         return {"policy": jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)}
 
     def scalars(self) -> dict[str, Array]:
-        """The temperature, the mean of the weights, and how far candidates' values typically lie apart."""
+        """Initial temperature, mean weight and, with `scale_by_state`, typical spread of the candidates' values."""
         (low, high), start = self.value_range, self.config.beta_init
         numbers = {"beta": jnp.float32(start * (high - low)), "mean_weight": jnp.float32(1.0)}
         return super().scalars() | numbers | ({"spread": numbers["beta"]} if self.config.scale_by_state else {})
 
     def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
-        """The weighted flow-matching loss. One prefix pass serves candidates, advantages, cloning and the critic."""
+        """The weighted flow-matching loss. One prefix pass serves candidates, advantages, imitation and the critic."""
         c = self.config
         context = self.policy.encode(params, part.observation)
         fixed = jax.lax.stop_gradient(context)
@@ -74,7 +74,7 @@ class ACRLPD(QChunking):
         raw = ob.awr_weights(advantage, state.scalars["beta"], c.weight_cap)
 
         def cloned(chunks: Array, valid: Array | None) -> Array:
-            """Flow-matching loss of each sample towards given chunks."""
+            """Flow-matching loss per sample towards given chunks."""
             error = flow.squared_error(self.policy, params, context, chunks, part.draws)
             return flow.chunk_loss(error, valid=valid, dims=self.critic.real_action_dim)
 
@@ -92,20 +92,20 @@ class ACRLPD(QChunking):
         return loss.mean(), jax.lax.stop_gradient(aux)
 
     def _candidates(self, params: Params, state: TrainState, context: Any, part: ActorPart) -> Float[Array, "B N H A"]:
-        """N chunks of the policy at s; for `distill`, of the policy it started from."""
+        """N chunks of the policy at s; for `distill`, of the initial policy."""
         if "policy" in state.target:
             params = state.target["policy"]
             context = context if self.encoder_frozen else self.policy.encode(params, part.observation)
         return self.sampled(params, context, part.candidate_noise)
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
-        """Move these numbers towards those of this batch's imitated rows; the next step uses them."""
+        """Update β, mean weight and spread from this batch's imitated rows, for the next step."""
         if not self.compares:
             return state.scalars
         c, (low, high) = self.config, self.value_range
         beta, mean = state.scalars["beta"], state.scalars["mean_weight"]
-        seen = aux.flow_loss > 0  # a row that the actor may not imitate costs nothing
-        # Where the ensemble only differs by chance, no advantage is to be believed: all count the same.
+        seen = aux.flow_loss > 0  # rows with nothing to imitate have loss 0
+        # If the ensemble's advantages are only noise, the target ESS is 1: uniform weights.
         ess = 1 - (1 - c.target_ess) * self.agreement(aux) if c.heed_agreement else c.target_ess
         fitted = jnp.clip(ob.fit_beta(aux.advantage, ess, c.weight_cap, seen), 1e-4 * (high - low), high - low)
         new_beta = jnp.exp((1 - BETA_RATE) * jnp.log(beta) + BETA_RATE * jnp.log(fitted))
@@ -117,11 +117,11 @@ class ACRLPD(QChunking):
         return state.scalars | new
 
     def agreement(self, aux: ActorAux) -> Float[Array, ""]:
-        """The share of the advantages that is not noise."""
+        """The share of the advantages' variance that is not noise."""
         return ob.agreement(aux.members.T, halved=self.config.halved)
 
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
-        """Advantages and their weights."""
+        """Mean advantage, ESS of the weights, β and agreement."""
         if not self.compares:
             return {}
         return {
@@ -132,5 +132,5 @@ class ACRLPD(QChunking):
         }
 
     def candidates_to_act(self, best_of: int | None) -> int:
-        """By default `best_of_n` chooses among N, while `awr` and `distill` sample: they improve the weights."""
+        """Defaults to N for `best_of_n`, and to 1 for `awr` and `distill`, which improve the weights."""
         return best_of or (self.config.num_action_samples if self.config.actor == "best_of_n" else 1)

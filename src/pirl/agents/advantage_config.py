@@ -1,4 +1,4 @@
-"""Settings of advantage- and return-based imitation: filtered imitation and RECAP. No jax here."""
+"""Settings of advantage- and return-based imitation: filtered imitation and RECAP. Does not import jax."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,9 +30,9 @@ class FilteredConfig(BCConfig):
 
 
 ConditionKind = Literal["vector", "text"]
-"""How a policy is told which of its chunks were better."""
+"""How the label "better than usual" enters the policy."""
 SUFFIXES = (", Advantage: positive", ", Advantage: negative")
-"""In words, after the instruction (π*0.6)."""
+"""The label as text after the instruction (π*0.6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,27 +78,27 @@ class RECAPConfig(AgentConfig, Rewards):
 
     @property
     def learns_values(self) -> bool:
-        """A state value."""
+        """True: a state value."""
         return True
 
     @property
     def heeds_corrections(self) -> bool:
-        """If they set the label."""
+        """Whether corrections set the label."""
         return self.heed_corrections
 
     @property
     def knows_tasks(self) -> bool:
-        """For the quantiles and the scale of values."""
+        """With `per_task`, for the quantiles and the scale of values."""
         return self.per_task
 
     @property
     def prompt_suffixes(self) -> tuple[str, ...]:
-        """Better than usual, or not."""
+        """With `condition text`, the texts for "better than usual" and "not better"."""
         return SUFFIXES if self.condition == "text" else ()
 
     @property
     def guided(self) -> bool:
-        """By the condition "better than usual"; words would need two prefixes when acting."""
+        """True for the vector condition; guidance with text would need two prefixes when acting."""
         return self.condition == "vector"
 
     @property
@@ -111,16 +111,16 @@ class RECAPConfig(AgentConfig, Rewards):
         return replace(self, policy_ema_decay=None)
 
     def small(self) -> "RECAPConfig":
-        """No value warm-up."""
+        """Almost no value warm-up."""
         return replace(self, accumulate=min(self.parts, 2), value_warmup_steps=min(self.value_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
-        """As configured; it is the range of the histogram."""
+        """The configured rewards, widened by `failure_reward`; they bound the histogram."""
         low, high = min(self.failure_reward, 0.0), max(self.failure_reward, 0.0)
         return RewardRange(self.reward_low + low, self.reward_high + high, self.reward_once)
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Too few critics for the folds; settings that `condition text` would ignore."""
+        """Too few critics for the folds, and settings that contradict `condition text`."""
         if run.critic.num_critics < self.folds:
             yield (
                 f"agent.folds is {self.folds} and there is {run.critic.num_critics} critic(s): some episodes would "

@@ -1,11 +1,11 @@
 """The contract of an algorithm.
 
-An agent holds the losses and nothing else: `init` makes a state, `update` is one training step as one pure function,
-`act` turns observations into chunks. The other methods say what the rest of pirl needs to know and have defaults that
-fit most algorithms. Nothing outside `agents/` and `recipes/` knows which algorithm it runs.
+An agent defines the losses: `init` makes a state, `update` is one training step as one pure function, `act` turns
+observations into chunks. The other methods describe the algorithm to the rest of pirl; their defaults fit most
+algorithms. Nothing outside `agents/` and `recipes/` depends on which algorithm it runs.
 
-Add one of your own: a config (a subclass of `AgentConfig` whose `agent` names the class) and this class. See
-`examples/08_own_agent.py`.
+To add your own, write a config (a subclass of `AgentConfig` whose `agent` names the class) and a subclass of `Agent`.
+See `examples/08_own_agent.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +28,13 @@ from pirl.models.policy import FlowPolicy
 from pirl.records import BatchSizes, BatchSpec, Rollout, chunk_spec
 
 Metrics = dict[str, Array]
-"""Scalars on the device, by slash-separated names such as `critic/loss`."""
+"""Device scalars by slash-separated names such as `critic/loss`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything a run trains. Groups are `policy` and, if the algorithm has one, `critic`."""
+    """Everything a run trains, by group: `policy`, usually `critic`, and further groups of the algorithm."""
 
     step: Any
     """Number of updates so far (int32 scalar)."""
@@ -92,19 +92,19 @@ class Parts:
 
 
 def parts_of(cls: type[Any], parts: Parts) -> dict[str, Any]:
-    """The parts that a dataclass has fields for."""
+    """The parts whose names are fields of the dataclass, as keyword arguments."""
     return {field.name: getattr(parts, field.name) for field in fields(cls) if hasattr(parts, field.name)}
 
 
 class Lesson(NamedTuple):
-    """Training data from an iteration's groups of rollouts: see `Agent.prepare`."""
+    """Training data from an iteration's groups of rollouts: see `Agent.lesson`."""
 
     groups: Int[np.ndarray, "g"]
     """Indices of the groups to train on."""
     columns: Mapping[str, Float[np.ndarray, "g K"]]
-    """Per-rollout values that its rows carry into the batch, such as `advantage`."""
+    """Per-rollout values that each of its rows carries into the batch, such as `advantage`."""
     constants: Mapping[str, float]
-    """Values that every row carries."""
+    """Values that are the same in all rows."""
     of_plans: Mapping[str, Sequence[Float[np.ndarray, "_"]]] = MappingProxyType({})
     """Per-plan values, for algorithms with credit per plan: one array per rollout of the groups, in order, with one
     entry per plan."""
@@ -120,15 +120,15 @@ class Agent:
     flow_steps: int = 10
     """Euler steps when acting."""
 
-    # What every algorithm defines
+    # Required for every algorithm
 
     @classmethod
     def build(cls, config: Any, parts: Parts) -> "Agent":
-        """The algorithm with these settings; by default its fields are the parts of the same names."""
+        """Build the algorithm from its settings and parts; by default parts are matched to fields by name."""
         return cls(config=config, **parts_of(cls, parts))  # type: ignore[call-arg]
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A new state, from given policy weights if there are any."""
+        """A new state, with the given policy weights or freshly initialised ones."""
         raise NotImplementedError(f"{type(self).__name__}.init")
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
@@ -153,7 +153,7 @@ class Agent:
         noise = flow.noise(keys, 1, self.policy.horizon, self.policy.action_dim)
         return flow.sample(self.policy, state.policy, context, noise, num_steps=self.flow_steps, steer=steer)[:, 0]
 
-    # What most algorithms leave as it is
+    # Defaults that fit most algorithms
 
     def choose(
         self,
@@ -168,7 +168,7 @@ class Agent:
         return Choice(self.act(state, observation, keys, best_of=best_of, steer=steer))
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
-        """Shapes and types of the batches for `update`."""
+        """Shapes and dtypes of the batches for `update`."""
         c = self.config
         return chunk_spec(
             sizes,
@@ -193,23 +193,25 @@ class Agent:
     def q_values(
         self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N"]:
-        """Each critic's value of N chunks per observation, for algorithms that learn values."""
+        """Each critic's values of N chunks per observation, for algorithms that learn values."""
         raise NotImplementedError(f"{type(self).__name__}.q_values")
 
     def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
-        """Update the state from held-out metrics (`held_out/...`); reports changes through `say`.
+        """Update the state from evaluation metrics, such as `held_out/...`; reports changes through `say`.
 
-        Where none are held out, it hears nothing, once, before training.
+        Called after every evaluation. Without held-out episodes it is called once before training, with no metrics.
         """
         return state
+
+    def verdict(self, state: TrainState, measured: Mapping[str, float]) -> str | None:
+        """What the end of a run must say if the result is not what was asked for, by its last held-out metrics."""
+        return None
 
     # Algorithms that learn from groups of their own rollouts (`config.groups`)
 
     @property
     def notes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the arrays that `explore` notes per plan. Rollouts store them, and batches contain them under
-        `notes`.
-        """
+        """Shapes of the arrays that `explore` notes per plan. Rollouts store them; batches hold them under `notes`."""
         return {}
 
     def explore(

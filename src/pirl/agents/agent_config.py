@@ -1,4 +1,7 @@
-"""The settings that every algorithm shares, and what they declare to the rest of pirl. No jax here."""
+"""The settings that all algorithms share, and the properties by which the rest of pirl adapts to an algorithm.
+
+Does not import jax.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,17 +18,17 @@ class GroupPlan:
     """The rollouts of one iteration, for algorithms that learn from groups of their own rollouts."""
 
     size: int
-    """Rollouts of one initial state."""
+    """Rollouts per initial state."""
     groups: int
     """Groups to learn from."""
     max_groups: int
-    """Groups to roll out at most, to find those."""
+    """Most groups to roll out to find them."""
     epochs: int
     """Passes over the rollouts."""
     even: bool = False
-    """Whether every rollout has the same total weight, however many rows it has."""
+    """Whether all rollouts have the same total weight, regardless of their number of rows."""
     last_look: bool = False
-    """Whether the policy also notes something, such as a value, for the last observation of a truncated episode."""
+    """Whether the policy also makes notes, such as a value, at the last observation of a truncated episode."""
 
 
 class RewardRange(NamedTuple):

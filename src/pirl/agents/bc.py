@@ -1,4 +1,4 @@
-"""Behaviour cloning by flow matching: OpenPI's training step. Warm start and baseline of all other algorithms."""
+"""Behaviour cloning by flow matching: OpenPI's training step. Warm start and baseline for all other algorithms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,16 +20,16 @@ from pirl.models.policy import FlowPolicy
 
 
 class Counts(NamedTuple):
-    """The imitated part of a batch."""
+    """Masks and weights of the imitation loss on a batch."""
 
     steps: Float[Array, "B H"] | None
-    """1 for the steps of each chunk that count; None: all, as OpenPI's loss has it."""
+    """1 for the steps of each chunk in the loss; None: all, as in OpenPI's loss."""
     weight: Float[Array, "B"] | None = None
-    """Weight of each chunk, 1 on average; None: equal weights."""
+    """Chunk weights, 1 on average; None: all equal."""
     scalars: Mapping[str, Array] = MappingProxyType({})
-    """Numbers of the state that follow the batches."""
+    """Updated adaptive scalars of the state."""
     logged: Mapping[str, Array] = MappingProxyType({})
-    """More to log."""
+    """Further metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class BC(Agent):
     policy: FlowPolicy
     config: BCConfig
     policy_learner: Learner
-    """How the policy's weights learn."""
+    """Optimizer, mask and EMA of the policy's weights."""
     real_action_dim: int
     """Action dimensions the robot has; the rest is padding."""
     flow_steps: int = 10
     """Euler steps when acting."""
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
+        """A fresh state, with the given policy weights or freshly initialised ones."""
         params, opt = self.policy_learner.init(self.policy.init(key) if policy_params is None else policy_params)
         ema = {} if self.policy_learner.ema_decay is None else {"policy": jax.tree.map(jnp.copy, params)}
         return TrainState(
@@ -58,18 +58,18 @@ class BC(Agent):
         )
 
     def counts(self, state: TrainState, batch: Any) -> Counts:
-        """All chunks alike; what `Filtered` and `DAgger` say otherwise."""
+        """Masks and weights for a batch: all chunks equal; `Filtered` and `DAgger` override it."""
         return Counts(batch["valid"] if self.config.mask_padding else None)
 
     def loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
     ) -> Float[Array, "B"]:
-        """Flow-matching loss of each sample, over its `valid` steps, or over all."""
+        """Flow-matching loss of each sample, over its `valid` steps (None: all)."""
         error = flow.squared_error(self.policy, params, self.policy.encode(params, observation), actions, draws)
         return flow.chunk_loss(error, valid=valid, dims=self.real_action_dim if self.config.mask_padding else None)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """One step on a Q-chunk batch. A batch in which nothing counts teaches nothing."""
+        """One step on a Q-chunking batch. A batch with all weights 0 has zero gradient."""
         observation, actions, draws = self._inputs(batch, key)
         trainable, frozen = self.policy_learner.split(state.params["policy"])
         counts = self.counts(state, batch)
@@ -102,7 +102,7 @@ class BC(Agent):
         return new, metrics
 
     def _inputs(self, batch: Any, key: Array) -> tuple[Observation, Array, flow.Draws]:
-        # OpenPI's order of keys: the same key gives the same pictures and noise, but not times (`flow.draw`).
+        # OpenPI's order of keys: the same key gives the same augmentation and noise, but other times (`flow.draw`).
         augment_key, noise_key, time_key = jax.random.split(key, 3)
         observation = Observation.from_dict(batch["observations"])
         observation = self.policy.prepare(observation, augment_key if self.config.augment else None)

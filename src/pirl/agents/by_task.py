@@ -1,6 +1,6 @@
-"""What is known of each task by itself, in tables of fixed size: tasks of different difficulty do not share a scale.
+"""Per-task statistics in tables of fixed size, so that tasks of different difficulty do not share a scale.
 
-Tasks are told apart by the batch's `task`. Beyond `SLOTS` of them, some share a row.
+The batch's `task` selects the row, modulo `SLOTS`: with more tasks than that, some share a row.
 """
 
 from typing import NamedTuple
@@ -9,27 +9,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 SLOTS = 256
-"""Tasks that have a row of their own."""
+"""Number of rows."""
 RECENT = 512
-"""Values of each that are remembered."""
+"""Values kept per task."""
 
 
 class Recent(NamedTuple):
     """The latest values of each task."""
 
     values: Float[Array, "T M"]
-    """A ring for each task."""
+    """One ring buffer per task."""
     total: Int[Array, "T"]
-    """Values so far."""
+    """Number of values added so far."""
 
 
 def fresh() -> Recent:
-    """Nothing yet."""
+    """Empty tables."""
     return Recent(jnp.zeros((SLOTS, RECENT)), jnp.zeros(SLOTS, jnp.int32))
 
 
 def quantiles(recent: Recent, task: Int[Array, "B"], level: float) -> Float[Array, "B"]:
-    """The quantile of each row's task over its latest values; 0 before there is any."""
+    """For each row, the quantile of its task's latest values; 0 before the first value."""
     slot = task % SLOTS
     known = jnp.minimum(recent.total[slot], RECENT)
     ordered = jnp.sort(jnp.where(jnp.arange(RECENT) < known[:, None], recent.values[slot], jnp.inf))
@@ -39,12 +39,12 @@ def quantiles(recent: Recent, task: Int[Array, "B"], level: float) -> Float[Arra
 
 
 def added(recent: Recent, task: Int[Array, "B"], values: Float[Array, "B"]) -> Recent:
-    """With a batch's values; the oldest make room."""
+    """Append a batch's values, overwriting the oldest ones."""
     slot = task % SLOTS
     same = slot[:, None] == slot
     before = jnp.tril(same, -1).sum(1)
     after = jnp.triu(same, 1).sum(1)
-    # Of more values than there is room for, the last ones: no place is written twice.
+    # If one task has more than RECENT values in the batch, keep its last ones, so that no index is written twice.
     place = jnp.where(after < RECENT, (recent.total[slot] + before) % RECENT, RECENT)
     return Recent(
         recent.values.at[slot, place].set(values, mode="drop"),

@@ -1,10 +1,10 @@
-"""Q-chunking's critic (arXiv 2507.07969): how chunks are valued and how values are learned.
+"""Q-chunking's critic (arXiv 2507.07969): values of action chunks, learned by temporal differences.
 
     y = Σ_{l<L} γ^l r_l + γ^L · mask · Q̄(s_{t+L}, a*)      a* = argmax_n Q(s_{t+L}, a^n),  a^n ~ π
 
-Candidates are chosen by the online critic and valued by the target critic. For the first `mc_steps`, y is the observed
-return itself, where it is known. No gradient leaves towards the policy. Two options, each a further head of the critic
-that learns the τ-expectile over the data of what a longer look says:
+The online critic chooses among candidates, the target critic values the choice. For the first `mc_steps`, y is the
+observed return where it is known. No gradient flows into the policy. Two options add a head to the critic, which
+regresses the τ-expectile, over the data, of the values by a head with a longer horizon:
 
     y = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}),   V(s) ≈ expectile_τ of Q̄(s, a)            (IQL, arXiv 2110.06169)
     Q_P(s, a_0 … a_{k-1}) ≈ expectile_τ of Q̄(s, a_0 … a_{h-1}): it chooses, y counts on it     (DQC, arXiv 2512.10926)
@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Key
 from pirl.agents import objectives as ob
 from pirl.agents.agent import Agent, Choice, Metrics, TrainState
 from pirl.agents.ensemble import halves
-from pirl.agents.gate import said, stays_open
+from pirl.agents.gate import final_word, said, stays_open
 from pirl.agents.learner import Learner, divided
 from pirl.agents.q_chunking_config import ChunkCriticConfig
 from pirl.models import flow
@@ -34,11 +34,11 @@ from pirl.models.params import Params
 from pirl.models.policy import FlowPolicy
 
 READ = ("critic_actions", "reward_sum", "length", "next_terminal", "sequence_mask", "mc_return")
-"""What the critic reads of a batch, beside observations."""
+"""Columns of the batch that the critic uses, besides observations."""
 
 
 class Successor(NamedTuple):
-    """What the target needs of s_{t+L}: what the critic reads, and the policy's candidates."""
+    """What the target needs at s_{t+L}: the critic's inputs and the policy's candidates."""
 
     inputs: CriticInputs
     candidates: Float[Array, "B N H A"]
@@ -46,49 +46,49 @@ class Successor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCritic(Agent):
-    """The half of an algorithm that values chunks."""
+    """Base of algorithms with a chunk critic: values, targets, critic updates and best-of-N acting."""
 
     policy: FlowPolicy
     critic: Critic
     config: ChunkCriticConfig
     critic_learner: Learner
-    """How the critic's weights learn."""
+    """Optimizer and EMA of the critic's weights."""
 
     @property
     def value_range(self) -> tuple[float, float]:
-        """The returns that the rewards allow."""
+        """Smallest and largest discounted return that the reward range allows."""
         c = self.config
         return ob.value_range(c.reward_low, c.reward_high, c.discount, once=c.reward_once)
 
     @property
     def support(self) -> ob.HLGauss:
-        """The histogram critics predict."""
+        """The support of the critics' histograms."""
         sizes = self.critic.config
         return ob.HLGauss(*self.value_range, sizes.bins, sizes.sigma_ratio)
 
     def values(self, params: Params, embedding: Array, chunks: Float[Array, "B N H A"]) -> Float[Array, "E B N"]:
-        """Every member's value of N chunks per observation, by what chooses among them."""
+        """Each member's values of N chunks, by the head that chooses: the partial critic if there is one."""
         return self.valued(params, embedding, chunks, self.config.partial_horizon)
 
     def state_values(self, params: Params, embedding: Array) -> Float[Array, "E B"]:
-        """Every member's V(s)."""
+        """V(s) by each member."""
         nothing = jnp.zeros((embedding.shape[1], 1, 0, self.critic.real_action_dim))
         return self.valued(params, embedding, nothing, 0)[..., 0]
 
     def valued(self, params: Params, embedding: Array, chunks: Array, steps: int | None) -> Float[Array, "E B N"]:
-        """Every member's value of the first so many steps; None: of all that the critic looks at."""
+        """Each member's values of the chunks' first `steps` steps; None: of the critic's whole horizon."""
         out = self.critic.score(params, embedding, chunks, steps=steps)
         return ob.critic_value(self.critic.config.loss, out, self.support)
 
     def successor(self, params: Params, observation: Observation, noise: Float[Array, "B N H A"]) -> Successor:
-        """Encode s_{t+L} once and draw the policy's N candidates there."""
+        """Encode s_{t+L} once and sample the policy's N candidates there."""
         context = self.policy.encode(params, observation)
         return Successor(jax.lax.stop_gradient(CriticInputs.of(context)), self.sampled(params, context, noise))
 
     def target(
         self, online: Params, target: Params, successor: Successor, batch: Any, key: Array
     ) -> tuple[Float[Array, "*E B"], Metrics]:
-        """Y, by V or by the best of N for the online critic, valued by the target critic; and what choosing gains."""
+        """(y, metrics): bootstraps from V, or from the online critic's best of N, valued by the target critic."""
         inputs, candidates = successor
         embedding, info = self.critic.embed(online, inputs), {}
         if self.config.value == "expectile":
@@ -106,7 +106,7 @@ class ChunkCritic(Agent):
         return y, info
 
     def longer(self, target: Params, inputs: CriticInputs, batch: Any, key: Array) -> dict[int, Float[Array, "*E B"]]:
-        """The target of each head's expectile regression: the target critic's value of the data's chunk."""
+        """Targets of each head's expectile regression: the next longer head's target value of the data's chunk."""
         embedding, found = self.critic.embed(target, inputs), {}
         looks: tuple[int | None, ...] = (None, *self.config.heads)
         for steps, look in zip(self.config.heads, looks[:-1], strict=True):
@@ -115,17 +115,17 @@ class ChunkCritic(Agent):
         return jax.lax.stop_gradient(found)
 
     def joined(self, values: Float[Array, "E B"], key: Array) -> Float[Array, "*E B"]:
-        """The ensemble's values as a target: one for all, or each its own."""
+        """The ensemble's values as targets: aggregated, or with `halves` each member's own."""
         return values if self.config.halved else ob.aggregate(values, self.config.q_aggregation, key)
 
     def learns(self, batch: Any) -> Float[Array, "*E B"]:
-        """Which rows tell the critics something; with `halves`, each of them."""
+        """Mask of the rows that the critics train on; with `halves`, per member."""
         if not self.config.halved:
             return batch["sequence_mask"]
         return batch["sequence_mask"] * halves(batch["episode"], self.critic.config.num_critics)
 
     def taught(self, state: TrainState, batch: Any, y: Float[Array, "*E B"]) -> Float[Array, "*E B"]:
-        """Y, or the observed return for as long as that is learned."""
+        """Y, replaced by the observed return, where known, during the first `mc_steps`."""
         return jnp.where(state.step < self.config.mc_steps, ob.known_return(batch["mc_return"], y), y)
 
     def critic_loss(
@@ -138,8 +138,8 @@ class ChunkCritic(Agent):
         key: Array,
         longer: Mapping[int, Float[Array, "*E B"]],
     ) -> tuple[Float[Array, ""], Metrics]:
-        """How far Q(s, a) is from y, over the samples that tell (`sequence_mask`), and each head from the expectile of
-        what looks longer; optionally Cal-QL on top.
+        """(loss, metrics): Q(s, a) against y over the rows of `learns`, plus each head's expectile loss against
+        `longer`, plus Cal-QL's penalty if configured.
         """
         sizes, mask = self.critic.config, self.learns(batch)
         embedding = self.critic.embed(params, inputs)
@@ -161,7 +161,7 @@ class ChunkCritic(Agent):
                 info |= {"critic/value_loss": share, "critic/value_mean": v.mean()}
             loss = loss + share
         if self.config.calql_weight:
-            # The penalty compares values under the same dropout, hence none.
+            # The penalty compares values, so it is computed without dropout.
             pushed = ob.calql_penalty(
                 self.valued(params, embedding, candidates, None),
                 self.valued(params, embedding, batch["critic_actions"][:, None], None)[..., 0],
@@ -173,7 +173,7 @@ class ChunkCritic(Agent):
         return loss, info
 
     def sampled(self, params: Params, context: Any, noise: Float[Array, "B N H A"]) -> Float[Array, "B N H A"]:
-        """The policy's chunks from this noise, without gradients."""
+        """The policy's chunks from the given noise, without gradients."""
         if not noise.size:
             return noise
         steps = self.config.flow_steps
@@ -182,7 +182,10 @@ class ChunkCritic(Agent):
     def update_critic(
         self, state: TrainState, here: CriticInputs, candidates: Array, successor: Successor, batch: Any, key: Array
     ) -> tuple[Params, Params, Any, Metrics]:
-        """`critic_updates` steps on the same features; targets follow the critic from step to step."""
+        """Make `critic_updates` steps on the same features; the target critic follows after each.
+
+        Returns (critic, target critic, optimizer state, metrics of the last step).
+        """
         c, read = self.config, (*READ, *(("episode",) if self.config.halved else ()))
         rows = (here, candidates, successor, {name: batch[name] for name in read})
         leaves, structure = jax.tree.flatten(rows)
@@ -210,7 +213,7 @@ class ChunkCritic(Agent):
     def q_values(
         self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N"]:
-        """Each critic's value of N chunks per observation, by the weights that act."""
+        """Each critic's values of N chunks per observation, by the acting weights."""
         critic = state.ema.get("critic", state.params["critic"])
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
         return self.values(critic, self.critic.embed(critic, inputs), chunks)
@@ -220,11 +223,11 @@ class ChunkCritic(Agent):
     def plan(
         self, state: TrainState, context: Any, keys: Key[Array, "B"], count: int, steer: flow.Steer | None
     ) -> Float[Array, "B N H A"]:
-        """So many chunks per observation, to choose from."""
+        """Sample `count` chunks per observation."""
         raise NotImplementedError(f"{type(self).__name__}.plan")
 
     def candidates_to_act(self, best_of: int | None) -> int:
-        """How many of them, where `best_of` is asked for. The default is one: the improvement is in what plans."""
+        """Number of candidates when acting. Defaults to 1: the improvement is in the policy's weights."""
         return best_of or 1
 
     def act(
@@ -236,7 +239,7 @@ class ChunkCritic(Agent):
         best_of: int | None = None,
         steer: flow.Steer | None = None,
     ) -> Float[Array, "B H A"]:
-        """One chunk per observation; of several, the critic's choice."""
+        """One chunk per observation: the critic's best of the candidates."""
         return self.choose(state, observation, keys, best_of=best_of, steer=steer).chunk
 
     def choose(
@@ -248,7 +251,7 @@ class ChunkCritic(Agent):
         best_of: int | None = None,
         steer: flow.Steer | None = None,
     ) -> Choice:
-        """`act`, with the critic's values if there are several candidates."""
+        """Like `act`, with the critic's values if there are several candidates."""
         context, count = self.policy.encode(state.policy, observation), self.candidates_to_act(best_of)
         chunks = self.plan(state, context, keys, count, steer)
         if count == 1:
@@ -257,7 +260,7 @@ class ChunkCritic(Agent):
         values = self.values(critic, self.critic.embed(critic, CriticInputs.of(context)), chunks).mean(0)
         return Choice(ob.take_candidate(chunks, ob.select_best(values)), values.max(1), values.std(1))
 
-    # What is logged of values
+    # Metrics
 
     def value_metrics(self, state: TrainState, inputs: CriticInputs, batch: Any) -> Metrics:
         """The critic's values of the data's chunks, compared with observed returns."""
@@ -271,7 +274,7 @@ class ChunkCritic(Agent):
         slope, q = jax.grad(total, has_aux=True)(chunks)
         known = jnp.isfinite(batch["mc_return"]).astype(jnp.float32)
         gap = jnp.where(known > 0, q - batch["mc_return"], 0.0)
-        gate = {} if self.config.gate is None else {"actor/gate": state.scalars["gate"]}
+        gate = {} if self.config.gate is None else {"actor/gate": jnp.maximum(state.scalars["gate"], 0.0)}
         return gate | {
             "critic/action_slope": jnp.sqrt(jnp.square(slope).sum((1, 2, 3))).mean(),
             "critic/mc_gap": ob.masked_mean(gap, known),
@@ -283,26 +286,36 @@ class ChunkCritic(Agent):
     # When the actor starts
 
     def scalars(self) -> dict[str, Array]:
-        """The numbers that the algorithm adapts, to begin with."""
+        """The numbers that the algorithm adapts, to begin with. The gate is 1 where it is open, 0 where it never was,
+        -1 where it was.
+        """
         return {} if self.config.gate is None else {"gate": jnp.float32(0.0)}
 
     def actor_open(self, state: TrainState) -> Bool[Array, ""]:
-        """Does the actor listen to the critic?"""
+        """Whether the actor uses the critic: after the warm-up, and while the gate is open."""
         return (state.step >= self.config.actor_warmup_steps) & (state.scalars.get("gate", 1.0) > 0)
 
     def heard(self, state: TrainState, measured: Mapping[str, float], say: Callable[[str], None]) -> TrainState:
-        """Open or shut the gate, by what the critic knows of held-out episodes."""
+        """Open or shut the gate by the critic's metrics on held-out episodes."""
         gate = self.config.gate
         if gate is None or (measured and not any(name.startswith("held_out/") for name in measured)):
             return state
-        was_open = bool(state.scalars["gate"] > 0)
-        is_open = stays_open(measured, gate, was_open=was_open)
-        if is_open != was_open:
+        before = float(state.scalars["gate"])
+        is_open = stays_open(measured, gate, was_open=before > 0)
+        if is_open != (before > 0):
             say(said(measured, is_open=is_open))
-        value = jax.device_put(np.float32(is_open), state.scalars["gate"].sharding)
+        now = 1.0 if is_open else -1.0 if before else 0.0
+        value = jax.device_put(np.float32(now), state.scalars["gate"].sharding)
         return replace(state, scalars=state.scalars | {"gate": value})
+
+    def verdict(self, state: TrainState, measured: Mapping[str, float]) -> str | None:
+        """That the gate is shut, if it is."""
+        if self.config.gate is None or float(state.scalars["gate"]) > 0:
+            return None
+        did = "left the policy as it was" if self.config.freezes_policy else "imitated"
+        return final_word(measured, self.config.gate, was_open=float(state.scalars["gate"]) < 0, did=did)
 
 
 def copied(tree: Params) -> Params:
-    """A copy, not a reference: every leaf of the state is donated on its own."""
+    """A copy of every leaf, because aliased leaves of the state cannot be donated."""
     return jax.tree.map(jnp.copy, tree)

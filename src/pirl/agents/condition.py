@@ -1,6 +1,6 @@
 """A learned condition of a flow policy: a vector that is added to one of its biases.
 
-The bias is one that only noisy chunks pass by (`Conditionable`), so all conditions share the prefix. Weights with a
+Only noisy chunks pass through that bias (`Conditionable`), so all conditions share the prefix. Weights with the
 condition added are a plain policy that OpenPI serves unchanged.
 """
 
@@ -23,7 +23,7 @@ def path_of(policy: FlowPolicy) -> str:
 
 
 def fresh(policy: FlowPolicy, params: Params) -> Float[Array, "D"]:
-    """A condition that changes nothing yet: a random one would be a random push."""
+    """A zero condition, which changes nothing; a random one would perturb the policy."""
     return jnp.zeros(flatten(params)[path_of(policy)].shape, jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""The settings of every algorithm. No jax here."""
+"""The settings of every algorithm. Does not import jax."""
 
 from pirl.agents.advantage_config import FilteredConfig, RECAPConfig
 from pirl.agents.critic_actor_config import CriticNFTConfig, QCFQLConfig

@@ -1,4 +1,4 @@
-"""Settings of the other actors on Q-chunking's critic: signed advantages, and a one-step student. No jax here."""
+"""Settings of CriticNFT (signed advantages) and QC-FQL (a one-step student). Does not import jax."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,11 +58,11 @@ class QCFQLConfig(QChunkingConfig):
 
     @property
     def one_step(self) -> bool:
-        """The student's."""
+        """True: the student takes one step."""
         return True
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """The critic's, and `rollout.flow_steps` other than 1."""
+        """The critic's problems, and `rollout.flow_steps` other than 1."""
         yield from super().problems(run)
         if run.rollout.flow_steps != 1:
             yield (

@@ -4,12 +4,12 @@
     min    (1 - λ) E[r ‖v⁺ - u‖² + (1 - r) ‖v⁻ - u‖²] + λ E‖v - u‖²       r = (1 + A)/2
            v⁺ = (1 - β) v_old + β v,   v⁻ = (1 + β) v_old - β v          v_old follows v slowly
 
-NFT was made for rollouts of v_old itself. Data of another policy hold chunks that v_old has learned to avoid. It is
-pushed away from them again in every step, further each time, and v_old follows: without a bound, velocities grow
-exponentially. κ = min(1, L̄/L_old) for A < 0 is that bound: a chunk whose flow loss under v_old, L_old, is above that
-of the preferred chunks, L̄, is avoided already. With λ > 0 repulsion and imitation then balance at a finite distance,
-‖v - u‖² = (1 - λ) β L̄/λ. ρ is the share of the advantages that the ensemble agrees on. With `correction_weight`, A is 1
-for a chunk that a person chose in place of the policy, whatever the critic thinks, and its loss counts for as much.
+NFT was made for rollouts of v_old itself. Off-policy data contain chunks that v_old already avoids; every step pushes
+it further away from them and v_old follows, so without a bound velocities grow exponentially. κ = min(1, L̄/L_old) for
+A < 0 is that bound: it fades the repulsion of chunks whose flow loss under v_old, L_old, exceeds that of the preferred
+chunks, L̄. With λ > 0 repulsion and imitation then balance at a finite distance, ‖v - u‖² = (1 - λ) β L̄/λ. ρ is the
+share of the advantages that the ensemble agrees on. With `correction_weight`, chunks that an operator chose in place of
+the policy have A = 1 regardless of the critic, and at least that loss weight.
 """
 
 from dataclasses import dataclass
@@ -30,32 +30,32 @@ from pirl.models.params import Params
 from pirl.records import CORRECTED
 
 RATE = 0.1
-"""How far the scale of advantages, ρ and L̄ move towards those of the latest batch."""
+"""Rate at which the scale of advantages, ρ and L̄ follow the latest batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticNFT(QChunking):
-    """The critic and everything but the actor is `QChunking`."""
+    """`QChunking` with NFT's actor loss."""
 
     config: CriticNFTConfig
 
     def more_targets(self, policy: Params) -> dict[str, Params]:
-        """The weights of v_old that train; the others are the policy's own."""
+        """v_old's trainable leaves; it shares the policy's frozen ones."""
         return {"old": jax.tree.map(jnp.copy, self.policy_learner.split(policy)[0])}
 
     def followed(self, state: TrainState, policy: Params) -> dict[str, Params]:
-        """v_old is the policy itself while that imitates; then it follows slowly."""
+        """v_old equals the policy during imitation, then follows it at `old_rate`."""
         rate = jnp.where(self.actor_open(state), self.config.old_rate, 1.0)
         return state.target | {"old": ob.soft_update(state.target["old"], self.policy_learner.split(policy)[0], rate)}
 
     def scalars(self) -> dict[str, Array]:
-        """The scale of the advantages, ρ, and L̄."""
+        """Initial scale of the advantages, ρ and L̄."""
         low, high = self.value_range
         numbers = {"scale": 0.1 * (high - low), "agreement": 1.0, "error": 1.0}
         return super().scalars() | {name: jnp.float32(number) for name, number in numbers.items()}
 
     def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
-        """NFT and imitation at the same draws. One prefix pass serves both, the candidates and the critic."""
+        """NFT and imitation at the same flow draws. One prefix pass serves both, the candidates and the critic."""
         c, dims = self.config, self.critic.real_action_dim
         context = self.policy.encode(params, part.observation)
         fixed = jax.lax.stop_gradient(context)
@@ -85,7 +85,7 @@ class CriticNFT(QChunking):
     def signed(
         self, advantage: Float[Array, "B"], old_error: Float[Array, "B"], state: TrainState
     ) -> Float[Array, "B"]:
-        """Advantages in [-1, 1], as NFT takes them."""
+        """Advantages scaled to [-1, 1] for NFT, times ρ and κ."""
         known = state.scalars
         signed = jnp.clip(advantage / known["scale"], -1.0, 1.0)
         if self.config.heed_agreement:
@@ -94,11 +94,11 @@ class CriticNFT(QChunking):
         return jax.lax.stop_gradient(jnp.where(signed < 0, signed * near, signed))
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
-        """Move these numbers towards those of this batch; the next step uses them."""
+        """Update scale, ρ and L̄ from this batch, for the next step."""
         (low, high), known = self.value_range, state.scalars
         level, first = self.config.advantage_quantile, state.step == 0
         scale = ob.moving_quantile(known["scale"], jnp.abs(aux.advantage), level, RATE, first=first)
-        preferred = (aux.advantage > 0) & (aux.flow_loss > 0)  # a row that the actor may not imitate costs nothing
+        preferred = (aux.advantage > 0) & (aux.flow_loss > 0)  # rows with nothing to imitate have loss 0
         error = jnp.where(preferred.any(), ob.masked_mean(aux.logged["actor/old_error"], preferred), known["error"])
         return known | {
             "scale": jnp.maximum(scale, 1e-4 * (high - low)),
@@ -108,7 +108,7 @@ class CriticNFT(QChunking):
         }
 
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
-        """Advantages, and what they become."""
+        """Statistics of the advantages before and after scaling."""
         return {
             "actor/advantage": aux.advantage.mean(),
             "actor/advantage_scale": state.scalars["scale"],

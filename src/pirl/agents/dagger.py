@@ -3,12 +3,12 @@ takeovers.
 
     min Σ_i w_i ℓ_i / Σ_i w_i        ℓ_i = mean_h ‖v(x_t, t | s_i) - u‖²_h   over the steps that count
 
-    w        1 for demonstrations, `correction_weight` for a person's chunks, `policy_weight` for the policy's own,
+    w        1 for demonstrations, `correction_weight` for an operator's chunks, `policy_weight` for the policy's own,
              and 0 for those that begin in the `data.takeover_window` steps before a takeover
-    steps    until the robot changes hands, without those that a takeover is blamed on
+    steps    up to the next handover, without those that a takeover is blamed on
 
-A correction shows what to do in states that the policy itself reached, where demonstrations say nothing; what led to a
-takeover is not imitated. No value is learned. On a dataset without corrections this is behaviour cloning.
+Corrections show what to do in states that the policy itself reached, which demonstrations do not cover; actions that
+led to a takeover are not imitated. No value is learned. Without corrections this is behaviour cloning.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class DAgger(BC):
     config: DAggerConfig
 
     def counts(self, state: TrainState, batch: Any) -> Counts:
-        """By who acted; weights are divided by their mean over the batch."""
+        """Steps and weights from `acted_by`; weights are normalised to mean 1 over the batch."""
         c, acted_by = self.config, batch["acted_by"]
         steps = corrections.imitated_steps(acted_by)
         steps = steps * batch["valid"] if c.mask_padding else steps

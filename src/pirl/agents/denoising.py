@@ -4,9 +4,9 @@
     Flow-Noise   x' = x - δ v + σ_θ(x, t, s) ε
     density      log p(x'|x) = Σ -(x' - μ)²/(2σ²) - log σ - ½ log 2π
 
-Time runs from t = 1, noise, to t = 0, the chunk, in steps of δ. Flow-SDE adds noise and takes it out again: -x̂₁/t is
-the score of the marginal at t, so for small δ the chunks are distributed as without noise, at any level a. It is used
-at one step of a plan, drawn at random; the others follow the ODE. Flow-Noise has noise of learned size at every step.
+Time runs from t = 1 (noise) to t = 0 (the chunk) in steps of δ. Flow-SDE compensates its noise by a drift: -x̂₁/t is
+the score of the marginal at t, so for small δ the distribution of chunks does not depend on the level a. It is used at
+one random step of a plan; the others follow the ODE. Flow-Noise adds noise of learned scale at every step.
 """
 
 import math
@@ -29,7 +29,7 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 def times(steps: int) -> Float[np.ndarray, "F"]:
-    """The times at which steps begin, accumulated in float32 as `flow.euler` does."""
+    """Start times of the steps, accumulated in float32 exactly as in `flow.euler`."""
     found, delta = np.ones(steps, np.float32), np.float32(-1 / steps)
     for i in range(1, steps):
         found[i] = found[i - 1] + delta
@@ -37,22 +37,22 @@ def times(steps: int) -> Float[np.ndarray, "F"]:
 
 
 def sigma(t: Float[Array, "*B"], delta: float, level: float) -> Float[Array, "*B"]:
-    """a √(t / (1-t)). It is infinite at t = 1, where the first step has the 1 - t of the second instead.
+    """a √(t / (1-t)). Infinite at t = 1, so the first step uses 1 - t of the second one.
 
-    The first step therefore has σ²δ = a² for any δ, and makes the variance larger by a⁴/4: keep a below 1.
+    The first step therefore has σ²δ = a² for any δ and increases the variance by a⁴/4: keep a below 1.
     """
     return level * jnp.sqrt(t / (1 - jnp.minimum(t, 1 - delta)))
 
 
 def ode_mean(x: Float[Array, "B N H A"], v: Float[Array, "B N H A"], delta: float) -> Float[Array, "B N H A"]:
-    """Where a step without noise leads, and the mean of Flow-Noise."""
+    """x - δ v: the result of an ODE step, and the mean of a Flow-Noise step."""
     return x - delta * v
 
 
 def sde_step(
     x: Float[Array, "B N H A"], v: Float[Array, "B N H A"], t: Float[Array, "B N"], delta: float, level: float
 ) -> tuple[Float[Array, "B N H A"], Float[Array, "B N 1 1"]]:
-    """(mean, standard deviation) of a step of Flow-SDE."""
+    """(mean, standard deviation) of a Flow-SDE step."""
     time = t[..., None, None]
     noise = sigma(time, delta, level)
     end = x + (1 - time) * v
@@ -60,20 +60,20 @@ def sde_step(
 
 
 def log_density(x: Float[Array, "*B"], mean: Float[Array, "*B"], std: Float[Array, "*S"]) -> Float[Array, "*B"]:
-    """Of a Gaussian, for every number."""
+    """Elementwise log density of a Gaussian."""
     return -0.5 * jnp.square((x - mean) / std) - jnp.log(std) - 0.5 * LOG_2PI
 
 
 def divergence(
     mean: Float[Array, "*B"], std: Float[Array, "*S"], mean_old: Float[Array, "*B"], std_old: Float[Array, "*S"]
 ) -> Float[Array, "*B"]:
-    """KL(old ‖ new) of two Gaussians, for every number."""
+    """Elementwise KL(old ‖ new) of two Gaussians."""
     spread = jnp.square(std_old / std)
     return 0.5 * (spread - 1 - jnp.log(spread) + jnp.square((mean - mean_old) / std))
 
 
 def entropy(std: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Of a Gaussian, for every number."""
+    """Elementwise entropy of a Gaussian."""
     return jnp.log(std) + 0.5 * (1 + LOG_2PI)
 
 
@@ -81,24 +81,24 @@ def entropy(std: Float[Array, "*B"]) -> Float[Array, "*B"]:
 
 
 class Gaussians(NamedTuple):
-    """The random steps of a batch of paths, S of them each."""
+    """The random steps of a batch of paths, S per path."""
 
     mean: Float[Array, "B S H A"]
     std: Float[Array, "B S *chunk"]
 
 
 class Path(NamedTuple):
-    """The random part of a path."""
+    """The random part of a denoising path."""
 
     points: Float[Array, "B M H A"]
-    """Start of each step and end of the last: one more than steps."""
+    """Start and end points of its steps: M = S + 1."""
     first: Int[Array, "B"]
-    """The number of the first of them."""
+    """Index of its first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A policy's random paths."""
+    """Samples chunks along random paths, and evaluates the densities of given paths."""
 
     policy: FlowPolicy
     flow_steps: int
@@ -106,17 +106,17 @@ class Sampler:
     level: float
     """a of Flow-SDE."""
     head: NoiseHead | None
-    """The size of the noise of Flow-Noise; None is Flow-SDE."""
+    """The noise scale of Flow-Noise; None selects Flow-SDE."""
 
     @property
     def random_steps(self) -> int:
-        """S: steps of a path that are random."""
+        """S: number of random steps per path."""
         return 1 if self.head is None else self.flow_steps
 
     def sample(
         self, params: Mapping[str, Params], context: Any, keys: Key[Array, "B"]
     ) -> tuple[Float[Array, "B H A"], Path]:
-        """A chunk for each row, by its own key, and how it came about."""
+        """(chunks, paths), each row from its own key."""
         inputs = CriticInputs.of(context)
         velocity = flow.field(self.policy, params["policy"], context)
         starts, walks, picks = jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key, 3))(keys), 1, 0)
@@ -142,7 +142,7 @@ class Sampler:
         return chunks[:, 0], Path(jnp.take_along_axis(points, around[:, :, None, None], 1), first)
 
     def steps(self, params: Mapping[str, Params], context: Any, path: Path) -> Gaussians:
-        """The random steps of given paths, as these weights would take them."""
+        """Distributions of the random steps of given paths, under these weights."""
         x, numbers = path.points[:, :-1], path.first[:, None] + jnp.arange(self.random_steps)
         t = jnp.asarray(times(self.flow_steps))[numbers]
         v = self.policy.velocity(params["policy"], context, x, t).astype(jnp.float32)

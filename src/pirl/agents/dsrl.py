@@ -1,13 +1,13 @@
 """DSRL (arXiv 2506.15799): reinforcement learning over the noise that a frozen flow policy starts from.
 
-    chunk       a = flow(s, w)                    the policy's own, by Euler steps: deterministic, and never trained
+    chunk       a = flow(s, w)                    the frozen policy's, by Euler steps: deterministic
     critic      Q^A(s, a)                         over chunks, from the data, with a' = flow(s', w'), w' ~ μ(s')
     distilled   min (Q^W(s, w) - Q^A(s, flow(s, w)))²,      w ~ N(0, I) or μ(s)
     actor       min E[α log μ(w | s) - Q^W(s, w)]           μ: w = m · tanh(u), u ~ N(mean(s), std(s))
-    α           its entropy stays near `target_entropy`
+    α           adapts so that the actor's entropy stays near `target_entropy`
 
-The two critics are DSRL's noise-aliased variant: the data need no noise, so demonstrations serve as well as the
-policy's own episodes. Each step of the chunk has noise of its own. Log-densities are means over the noise's numbers.
+The two critics are DSRL's noise-aliased variant: the data need not contain noise, so demonstrations serve as well as
+the policy's own episodes. Each step of the chunk has its own noise. Log-densities are means over the noise's elements.
 """
 
 import math
@@ -32,32 +32,33 @@ LOG_STD = (-5.0, 1.0)
 
 
 class Draws(NamedTuple):
-    """Random numbers for N noises per observation."""
+    """Random numbers for N noise samples per observation."""
 
     prior: Float[Array, "B N H A"]
+    """Standard normal noise."""
     own: Float[Array, "B N H A"]
-    """Normal noise of the actor's samples."""
+    """Standard normal numbers for sampling the actor."""
     coin: Float[Array, "B N"]
-    """Uniform numbers that choose between the two."""
+    """Uniform; below `prior_share` the prior noise is used, else the actor's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSRL(FrozenPolicy):
-    """Acts by the mean of the actor; with samples when it collects, and where the critic is to choose among several."""
+    """Acts with the actor's mean; with its samples during collection or when the critic chooses among several."""
 
     config: DSRLConfig
     noise_critic: Critic
-    """Q^W: the critic's network, on noise."""
+    """Q^W: the critic's architecture, over noise."""
 
     @classmethod
     def build(cls, config: DSRLConfig, parts: Parts) -> "DSRL":
-        """The algorithm with these settings."""
+        """Build the algorithm from its settings and parts."""
         horizon, dim = parts.policy.horizon, parts.policy.action_dim
         sizes = replace(parts.critic.config, action_clip=config.noise_limit)
         return cls(
             **cls.shared(config, parts),
             noise_critic=replace(parts.critic, config=sizes, critic_horizon=horizon, real_action_dim=dim),
-            # Before training u has the deviation 1/m: w is nearly normal where m is large.
+            # Initially u has the standard deviation 1/m, so for large m w is nearly standard normal.
             actor=ChunkActor.reading(
                 parts.critic,
                 hidden=config.actor_hidden,
@@ -68,7 +69,7 @@ class DSRL(FrozenPolicy):
         )
 
     def more(self, key: Array) -> dict[str, Params]:
-        """Q^W, and log α."""
+        """Initial Q^W and log α."""
         low, high = self.value_range
         log_alpha = jnp.log(jnp.float32(self.config.temperature_init * (high - low)))
         return {"noise_critic": self.noise_critic.init(key), "temperature": {"log_alpha": log_alpha}}
@@ -78,26 +79,26 @@ class DSRL(FrozenPolicy):
     def sample(
         self, actor: Params, token: Float[Array, "B T"], state: Float[Array, "B S"], own: Float[Array, "B N H A"]
     ) -> tuple[Float[Array, "B N H A"], Float[Array, "B N"]]:
-        """(noise of the actor, log of its density per number)."""
+        """(the actor's noise, its mean log density per element)."""
         mean, raw = jnp.moveaxis(self.actor(actor, token, state), -1, 0)
         log_std, limit = jnp.clip(raw, *LOG_STD), self.config.noise_limit
         u = mean + jnp.exp(log_std) * own
         normal = -0.5 * jnp.square(own) - log_std - 0.5 * math.log(2 * math.pi)
-        # log(1 - tanh²(u)), which is not to be computed like this where u is large.
+        # log(1 - tanh²(u)), in a form that is stable for large u.
         squash = 2 * (math.log(2) - u - jax.nn.softplus(-2 * u))
         return limit * jnp.tanh(u), (normal - squash - math.log(limit)).mean((2, 3))
 
-    # What it proposes
+    # Proposals
 
     def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Draws:
-        """Normal noise, the actor's, and which to take."""
+        """Noise for the prior and the actor, and the coin that selects between them."""
         prior, own = (jax.random.normal(one, shape) for one in jax.random.split(key))
         return Draws(prior, own, jax.random.uniform(jax.random.fold_in(key, 2), shape[:2]))
 
     def ahead(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Float[Array, "B N H A"]:
         """The flow from the actor's noise."""
         noise, _ = self.sample(state.params["actor"], self.token(state, inputs), inputs.state, draws.own)
-        return self.sampled(state.policy, context, noise)
+        return self.sampled(state.policy, context, self.acts(state, noise, draws.prior))
 
     def propose(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Proposal:
         """The flow from normal noise, or from the actor's."""
@@ -107,22 +108,22 @@ class DSRL(FrozenPolicy):
         noise = jnp.where(normal[..., None, None], jnp.clip(draws.prior, -limit, limit), own)
         return Proposal(inputs, token, self.sampled(state.policy, context, noise), noise)
 
-    # What it learns
+    # Learning
 
     def noise_scores(
         self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N *bins"]:
-        """Outputs of each member of Q^W."""
+        """Raw outputs of each member of Q^W."""
         return self.noise_critic.score(params, self.noise_critic.embed(params, inputs), noise)
 
     def noise_value(self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"]) -> Float[Array, "B N"]:
-        """Q^W, by the mean of the ensemble."""
+        """Q^W, ensemble mean."""
         return ob.critic_value(self.critic.config.loss, self.noise_scores(params, inputs, noise), self.support).mean(0)
 
     def distil_loss(
         self, params: Params, inputs: CriticInputs, noise: Float[Array, "B N H A"], y: Float[Array, "B N"]
     ) -> Float[Array, ""]:
-        """Distance of Q^W to the critic's values of the chunks that the noise produces."""
+        """Loss of Q^W against the critic's values y of the chunks that the noise produces."""
         sizes, count = self.critic.config, y.size
         out = self.noise_scores(params, inputs, noise)
         out = out.reshape(len(out), count, *out.shape[3:])
@@ -131,7 +132,7 @@ class DSRL(FrozenPolicy):
     def actor_loss(
         self, actor: Params, noise_critic: Params, alpha: Array, proposal: Proposal, own: Float[Array, "B N H A"]
     ) -> tuple[Float[Array, ""], tuple[Array, Array]]:
-        """α log μ(w | s) - Q^W(s, w); and the entropy, and Q^W."""
+        """(α log μ(w | s) - Q^W(s, w), (entropy, Q^W))."""
         noise, log_density = self.sample(actor, proposal.token, proposal.inputs.state, own)
         q = self.noise_value(noise_critic, proposal.inputs, noise)
         return (alpha * log_density - q).mean(), (-log_density.mean(), q.mean())
@@ -147,11 +148,11 @@ class DSRL(FrozenPolicy):
         (actor_loss, (entropy, q)), climb = jax.value_and_grad(self.actor_loss, has_aux=True)(
             state.params["actor"], before, alpha, proposal, own
         )
-        # Of log α · (entropy - target): more weight where the entropy is too small.
+        # Gradient of log α · (entropy - target): α grows while the entropy is too small.
         warm = {"log_alpha": entropy - self.config.target_entropy}
         grads = {"noise_critic": distil, "actor": climb, "temperature": warm}
         learned = self.stepped(state, grads, when_open=frozenset({"actor", "temperature"}))
-        # Between observations values differ more than between noises, of which alone the actor learns.
+        # Correlate within observations: only differences between noises matter to the actor, and they are smaller.
         guessed = self.noise_value(before, proposal.inputs, proposal.noise)
         guessed_apart, apart = ((x - x.mean(1, keepdims=True)).ravel() for x in (guessed, y))
         mean = self.actor(state.params["actor"], proposal.token, proposal.inputs.state)[..., 0]
@@ -173,7 +174,8 @@ class DSRL(FrozenPolicy):
     ) -> Float[Array, "B N H A"]:
         """The flow from the actor's noise: its mean, or samples."""
         inputs = CriticInputs.of(context)
-        own = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
-        own = own if self.exploring or count > 1 else jnp.zeros_like(own)
+        normal = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
+        own = normal if self.exploring or count > 1 else jnp.zeros_like(normal)
         noise, _ = self.sample(state.params["actor"], self.token(state, inputs), inputs.state, own)
+        noise = self.acts(state, noise, normal)
         return flow.sample(self.policy, state.policy, context, noise, num_steps=self.config.flow_steps, steer=steer)

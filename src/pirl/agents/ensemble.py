@@ -1,10 +1,10 @@
-"""Which critic of an ensemble trains on which episode.
+"""Assigns episodes to the critics of an ensemble.
 
-Members that learn from the same episodes find the same patterns, also where outcomes are noise: on outcomes dealt at
-random to 300 episodes they agreed on 95 % of the advantages. Members that learn from halves of the episodes disagree by
-what chance did to the halves, which is about what it did to the whole (the half-sample bootstrap).
+Members trained on the same episodes agree even on noise: with outcomes dealt at random to 300 episodes they agreed on
+95 % of the advantages. Members trained on different halves of the episodes disagree by the sampling error of a half,
+which estimates the error of the whole (the half-sample bootstrap).
 
-A member that did not learn from an episode values it without having seen how it ended (`unseen`).
+`unseen` values an episode by the members that were not trained on it, so they do not know its outcome.
 """
 
 import jax
@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def learns(episode: Int[Array, "B"], members: int, folds: int) -> Bool[Array, "E B"]:
-    """Which members of an ensemble learn from a row: all but one of every `folds` neighbours; with one fold, all.
+    """Which members learn from each row: all but one of every `folds` consecutive members; with one fold, all.
 
-    Each such group deals out the episodes anew, at random and by their numbers alone.
+    Each group of `folds` members splits the episodes independently, at random but as a function of `episode` alone.
     """
     if folds == 1:
         return jnp.ones((members, len(episode)), bool)
@@ -31,12 +31,12 @@ def learns(episode: Int[Array, "B"], members: int, folds: int) -> Bool[Array, "E
 
 
 def halves(episode: Int[Array, "B"], members: int) -> Bool[Array, "E B"]:
-    """Which members of an ensemble learn from a row: a random half of all episodes each, neighbours the two halves."""
+    """Which members learn from each row: each a random half of the episodes; pairs of members have complements."""
     return learns(episode, members, 2)
 
 
 def unseen(values: Float[Array, "E B"], episode: Int[Array, "B"], folds: int) -> Float[Array, "B"]:
-    """Each row's value by the members that do not learn from its episode; with one fold, by all."""
+    """Each row's mean value over the members that do not learn from its episode; with one fold, over all."""
     if folds == 1:
         return values.mean(0)
     blind = ~learns(episode, len(values), folds)
@@ -44,5 +44,5 @@ def unseen(values: Float[Array, "E B"], episode: Int[Array, "B"], folds: int) ->
 
 
 def apart(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer for each member by itself: clipped together, one's gradient would depend on what others saw."""
+    """The optimizer applied per member: clipping jointly would make a member's update depend on other folds' data."""
     return optax.GradientTransformation(jax.vmap(tx.init), jax.vmap(tx.update))

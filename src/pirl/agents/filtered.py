@@ -2,9 +2,9 @@
 
     w = 1[G ≥ q] / share          q: the (1 - share) quantile of the returns G, from t to the end of the episode
 
-The baseline for every algorithm that learns values: what it gains, no value was needed for. A chunk of an episode whose
-return nobody knows (cut off, unlabelled) is never among the best. With a discount below 1 a slow success is worth less
-than a fast one, and a late step more than an early one: the filter knows the time.
+The baseline for every algorithm that learns values: its gains need no value. Chunks whose return is unknown (truncated,
+unlabelled) are never selected. With a discount below 1, slow successes have lower returns than fast ones, and early
+steps lower returns than late ones: the filter depends on time.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from pirl.agents.objectives import moving_quantile
 from pirl.models.params import Params
 
 RATE = 0.05
-"""How far the quantile moves towards that of the latest batch."""
+"""Rate at which the quantile follows the latest batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +30,16 @@ class Filtered(BC):
     config: FilteredConfig
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
+        """A fresh state, with the given policy weights or freshly initialised ones."""
         state = super().init(key, policy_params)
         return replace(state, scalars={"quantile": jnp.float32(0.0)})
 
     def weights(self, returns: Float[Array, "B"], quantile: Float[Array, ""]) -> Float[Array, "B"]:
-        """Weight of each chunk."""
+        """Chunk weights: 1/share from the quantile on, else 0; unknown returns (NaN) have 0."""
         return (jnp.nan_to_num(returns, nan=-jnp.inf) >= quantile) / self.config.share
 
     def counts(self, state: TrainState, batch: Any) -> Counts:
-        """By the quantile of the returns of the batches so far, this one included."""
+        """Weights by the running quantile of returns, including this batch's."""
         returns, first = batch["mc_return"], state.step == 0
         quantile = moving_quantile(state.scalars["quantile"], returns, 1 - self.config.share, RATE, first=first)
         weight = self.weights(returns, quantile)

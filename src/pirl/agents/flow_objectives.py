@@ -7,13 +7,13 @@
     awr   w L,  w = min(exp(A/β), cap) / mean                    weighted imitation     (AWR, 1910.00177)
     cfg   (1 - p) 1[A > 0] L(conditional) + p L(unconditional)   advantage conditioning (CFGRL, 2505.23458)
 
-L = ‖v(x_t, t) - u‖² is the flow-matching loss of a chunk that was rolled out, u = ε - a. It bounds -log π(a|s), which a
-flow does not have at hand; A · L is therefore a policy gradient, but one to follow for a single step: for A < 0 it has
-no minimum. With d = v - v_old and e = u - v_old, NFT is
+L = ‖v(x_t, t) - u‖² is the flow-matching loss of a rollout's chunk, u = ε - a. It bounds the intractable -log π(a|s),
+so A · L gives a policy gradient, but only for a single step: for A < 0 it has no minimum. With d = v - v_old and
+e = u - v_old, NFT is
 
     β² ‖d‖² - 2 β A ⟨e, d⟩ + ‖e‖²
 
-which is A · L linearised at v_old, plus a quadratic that keeps v near it: convex for either sign.
+which is A · L linearised at v_old plus a quadratic that keeps v near v_old: convex for either sign of A.
 """
 
 import jax.numpy as jnp
@@ -28,18 +28,18 @@ from pirl.errors import ConfigError, EnvError
 
 
 def accepted(rewards: Float[np.ndarray, "G K"]) -> Bool[np.ndarray, "G"]:
-    """The groups that tell something: where all rollouts are worth the same, all advantages are zero."""
+    """Mask of the groups with unequal rewards; in the others all advantages are zero."""
     return rewards.max(1) > rewards.min(1)
 
 
 def group_advantages(
     rewards: Float[np.ndarray, "G K"], normalise: GroupAdvantage = "rloo", *, limit: float = 3.0
 ) -> Float[np.ndarray, "G K"]:
-    """How much better than its group each rollout was; zeros where all are the same.
+    """Advantage of each rollout within its group; zeros for groups with equal rewards.
 
-    `rloo` compares with the mean of the others: K(1 - p)/(K - 1) for a success and -Kp/(K - 1) for a failure, where a
-    share p of the group succeeds. `std` divides by the group's standard deviation, so that rare successes and rare
-    failures count for as much as even groups; what leaves ±`limit` is clipped.
+    `rloo` compares with the mean of the other rollouts: K(1 - p)/(K - 1) for a success and -Kp/(K - 1) for a failure at
+    success rate p. `std` subtracts the group's mean and divides by its standard deviation, so that groups of any
+    success rate have equal weight, and clips to ±`limit`.
     """
     if not np.isfinite(rewards).all():
         groups = np.flatnonzero(~np.isfinite(rewards).all(1)).tolist()
@@ -54,7 +54,7 @@ def group_advantages(
 
 
 def largest_advantage(size: int, normalise: GroupAdvantage, *, limit: float = 3.0) -> float:
-    """The largest |A| in a group of K rollouts whose rewards lie in [0, 1]: one against all others."""
+    """The largest |A| in a group of K rollouts with rewards in [0, 1]: one rollout against all others."""
     return 1.0 if normalise == "rloo" else min((size - 1) ** 0.5, limit)
 
 
@@ -71,15 +71,16 @@ def row_weights(
     acceptance: ob.Scalar = 1.0,
     largest: float = 1.0,
 ) -> Float[Array, "B"]:
-    """What each loss makes of an advantage; `rows` is how much each row counts, 0 where it does not.
+    """The weight of each row in the loss, from its advantage; `rows` are row weights, 0 for padding.
 
-    NFT divides by `largest`, and what is beyond ±1 then is cut off.
+    NFT divides advantages by `largest` and clips them to ±1.
 
-    `acceptance` is the share of groups that were not rejected for being all alike. Rejected rows had advantage 0: all
-    they did in NFT was to hold the policy. Without them the others pull 1/acceptance times as hard, more and more as
-    the task is solved, unless their advantages are multiplied by it. The other losses hold nothing.
+    `acceptance` is the share of groups with unequal rewards. In NFT, rows of the rejected groups (advantage 0) would
+    only regularise the policy. Without them the other rows pull 1/acceptance times as hard, increasingly so as the task
+    gets solved; multiplying their advantages by `acceptance` compensates. The other losses have no such term.
 
-    Weights of imitation are divided by their mean, so that a batch with few successes does not learn more slowly.
+    Imitation weights (`awr`, `filter`) are divided by their mean, so that batches with few successes do not learn more
+    slowly.
     """
     if loss == "nft":
         return jnp.clip(advantage / largest, -1.0, 1.0) * acceptance
@@ -96,10 +97,10 @@ def nft_loss(
     advantage: Float[Array, "B H"],
     beta: float,
 ) -> Float[Array, "B N H A"]:
-    """r (v⁺ - u)² + (1 - r) (v⁻ - u)² for every number, with advantages in [-1, 1] per step of the chunk.
+    """r (v⁺ - u)² + (1 - r) (v⁻ - u)², elementwise, with advantages in [-1, 1] per step of the chunk.
 
-    A step with advantage 0, such as one that was never executed, is left with β² (v - v_old)² and a constant: it says
-    nothing about where to go, and stays where it was.
+    For a step with advantage 0, such as one never executed, this is β² (v - v_old)² plus a constant, which keeps v at
+    v_old.
     """
     positive, negative = (1 - beta) * v_old + beta * v, (1 + beta) * v_old - beta * v
     r = (advantage[:, None, :, None] + 1) / 2
@@ -109,11 +110,11 @@ def nft_loss(
 def fpo_loss(
     loss: Float[Array, "B"], loss_old: Float[Array, "B"], advantage: Float[Array, "B"], clip: float
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
-    """PPO's clipped objective and the ratio ρ = exp(L_old - L), which is only as good as both L have the same draws."""
+    """(PPO's clipped loss, ratio ρ = exp(L_old - L)). Both L must be computed at the same flow draws."""
     ratio = jnp.exp(jnp.clip(loss_old - loss, -3.0, 3.0))
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage), ratio
 
 
 def negative_share(weights: Float[Array, "B"], rows: Float[Array, "B"]) -> Float[Array, ""]:
-    """Share of the weights, by size, that push away instead of pulling."""
+    """Share of the total absolute weight that is negative, i.e. pushes away."""
     return (rows * jnp.maximum(-weights, 0)).sum() / jnp.maximum((rows * jnp.abs(weights)).sum(), 1e-6)

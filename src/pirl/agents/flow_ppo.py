@@ -1,12 +1,12 @@
 """PPO and GRPO on a flow policy, with exact likelihood ratios of the denoising path (πRL, arXiv 2510.25889).
 
-A flow gives no probability of what it samples. While the policy collects, its sampler therefore takes Gaussian steps
-(`denoising`), and a rollout keeps the path of each plan: `explore`. The ratio of PPO is that of the path's steps, under
-the weights that train and under those that rolled out. These are kept in the state, as RIPT keeps them (`ript.py`): one
-program computes both densities, so the ratio is 1 where the weights are equal, and the divergence is exact.
+A flow has no tractable likelihood of its samples. So during collection the sampler takes Gaussian steps (`denoising`),
+and rollouts keep the path of each plan (`explore`). PPO's ratio is that of the path's densities under the current and
+the rollout weights. The state keeps the rollout weights, as in RIPT (`groups.py`): one program computes both densities,
+so the ratio is exactly 1 for equal weights, and the divergence is exact.
 
-`ppo` judges plans one by one, by GAE on a value of the policy's features. `grpo` judges rollouts by their group. The
-policy that is evaluated and served is the plain one: it follows the ODE.
+`ppo` assigns credit per plan, by GAE with a value of the policy's features; `grpo` per rollout, relative to its group.
+Evaluation and the served policy follow the ODE, without exploration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from pirl.records import BatchSizes, BatchSpec, Rollout, Spec
 
 
 class Rows(NamedTuple):
-    """Plans of rollouts, as the loss takes them."""
+    """Inputs of the loss: plans of rollouts."""
 
     observation: Observation
     path: denoising.Path
@@ -45,25 +45,25 @@ class Rows(NamedTuple):
     """1 for executed steps of the chunk."""
     advantage: Float[Array, "B"]
     share: Float[Array, "B"]
-    """Mean 1 over the batch, 0 for rows that only fill it up."""
+    """Row weights: mean 1 over the batch, 0 for padding rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowPPO(OwnRollouts):
-    """The algorithm. Nothing in its update is random but the draws of demonstrations."""
+    """The algorithm. Its update is deterministic, except for augmentation and the flow draws of demonstrations."""
 
     critic: Critic
-    """Its value of the chunk of zeros stands for V(s), as in RECAP."""
+    """V(s) is its value of an all-zero chunk, as in RECAP."""
     head: NoiseHead
-    """The size of the noise of `flow_noise`."""
+    """The noise scale of `flow_noise`."""
     config: FlowPPOConfig
     policy_learner: Learner
     critic_learner: Learner
-    """How the value learns, and the noise head."""
+    """Optimizer of the value and of the noise head."""
 
     @classmethod
     def build(cls, config: FlowPPOConfig, parts: Parts) -> "FlowPPO":
-        """The algorithm with these settings."""
+        """Build the algorithm from its settings and parts."""
         critic = parts.critic
         head = NoiseHead(
             horizon=parts.policy.horizon,
@@ -77,7 +77,7 @@ class FlowPPO(OwnRollouts):
 
     @property
     def sampler(self) -> denoising.Sampler:
-        """How plans are sampled while collecting."""
+        """The sampler used during collection."""
         head = self.head if self.config.exploration == "flow_noise" else None
         return denoising.Sampler(
             policy=self.policy, flow_steps=self.flow_steps, level=self.config.noise_level, head=head
@@ -85,7 +85,7 @@ class FlowPPO(OwnRollouts):
 
     @property
     def value(self) -> StateValue | None:
-        """V(s), for `ppo`."""
+        """V(s) for `ppo`; None for `grpo`."""
         c = self.config
         if c.algorithm != "ppo":
             return None
@@ -94,18 +94,18 @@ class FlowPPO(OwnRollouts):
 
     @property
     def notes(self) -> Mapping[str, tuple[int, ...]]:
-        """The path, the number of its first random step, and with `ppo` the value."""
+        """Shapes of the noted path, the index of its first random step and, with `ppo`, the value."""
         chunk = (self.policy.horizon, self.policy.action_dim)
         shapes: dict[str, tuple[int, ...]] = {"path": (self.sampler.random_steps + 1, *chunk), "step": ()}
         return shapes | ({} if self.value is None else {"value": ()})
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """The notes of `explore`, and with `ppo` the return."""
+        """The notes of `explore` and, with `ppo`, the return."""
         notes = {name: Spec((sizes.batch, *shape), "float32") for name, shape in self.notes.items()}
         return {"notes": notes} | ({} if self.value is None else {"return": Spec((sizes.batch,), "float32")})
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
+        """A fresh state, with the given policy weights or freshly initialised ones."""
         policy_key, critic_key, noise_key = jax.random.split(key, 3)
         policy, policy_opt = self.policy_learner.init(
             self.policy.init(policy_key) if policy_params is None else policy_params
@@ -130,7 +130,7 @@ class FlowPPO(OwnRollouts):
     def explore(
         self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
     ) -> Choice:
-        """One chunk per observation along a random path, and the part of it that learning needs."""
+        """One chunk per observation, sampled along a random path, with that path (and the value) as notes."""
         context = self.policy.encode(state.params["policy"], observation)
         chunks, path = self.sampler.sample(state.params, context, keys)
         notes = {"path": path.points, "step": path.first.astype(jnp.float32)}
@@ -141,7 +141,7 @@ class FlowPPO(OwnRollouts):
     # An iteration
 
     def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
-        """`grpo`: advantages in the groups with mixed outcomes; in the others all are zero."""
+        """`grpo`: advantages in the groups with mixed outcomes; other groups have only zeros and are left out."""
         chosen = np.flatnonzero(fo.accepted(rewards))[: self.config.groups_per_iteration]
         advantage = fo.group_advantages(rewards[chosen], self.config.advantage)
         return Lesson(groups=chosen, columns={"advantage": advantage}, constants={})
@@ -174,7 +174,7 @@ class FlowPPO(OwnRollouts):
         return po.gae(rewards, values[: len(rewards)], after, lengths, c.discount, c.gae_lambda)
 
     def moved_far(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the KL limit stops the policy and there is no value left to train."""
+        """Whether the KL limit has stopped the policy and there is no value to train on."""
         return self.value is None and float(metrics["ppo/held"]) > 0
 
     # One step
@@ -182,7 +182,7 @@ class FlowPPO(OwnRollouts):
     def losses(
         self, params: Mapping[str, Params], old: Mapping[str, Params], rows: Rows
     ) -> tuple[Metrics, CriticInputs]:
-        """Each row's loss, and with it what is worth logging. `params` and `old` are whole trees by group."""
+        """(per-row metrics, among them `ppo/loss`; critic inputs). `params` and `old` are whole trees by group."""
         c, sampler, ends = self.config, self.sampler, rows.path.points[:, 1:]
         context = self.policy.encode(params["policy"], rows.observation)
         fixed = jax.lax.stop_gradient(context)
@@ -191,7 +191,7 @@ class FlowPPO(OwnRollouts):
         before = jax.lax.stop_gradient(sampler.steps(old, past, rows.path))
 
         def reduced(x: Array) -> Float[Array, "B"]:
-            """Over denoising steps, executed steps and real dimensions."""
+            """Sum or mean over denoising steps, executed steps and real dimensions."""
             x = jnp.broadcast_to(x, ends.shape)[..., : self.real_action_dim]
             numbers = rows.counted.sum((1, 2)) * sampler.random_steps * self.real_action_dim
             total = (x * rows.counted[:, None]).sum((1, 2, 3))
@@ -213,11 +213,11 @@ class FlowPPO(OwnRollouts):
         return logged | {"ppo/loss": loss}, CriticInputs.of(fixed)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """One minibatch: rows of rollouts, and demonstrations where `bc_weight` asks for them.
+        """One minibatch of rollout rows and, with `bc_weight`, demonstrations.
 
-        A batch has `observations`, `executed` (1 for steps of a plan that were), `notes` (what `explore` noted),
-        `advantage`, `weight` (how much a row counts, 0 for rows that fill up the batch), `fresh` (1 in the first
-        minibatch of an iteration), with `ppo` also `return`, the target of the value; and `demos` to imitate.
+        A batch has `observations`, `executed` (1 for executed steps of a plan), `notes` (from `explore`), `advantage`,
+        `weight` (row weight, 0 for padding), `fresh` (1 in the first minibatch of an iteration), with `ppo` also
+        `return`, the value's target, and optionally `demos`.
         """
         c, learner = self.config, self.policy_learner
         target = self.that_rolled_out(state.target, self._of_policy(state.params), batch)
@@ -238,7 +238,7 @@ class FlowPPO(OwnRollouts):
         groups = self._of_policy(state.params) | {"policy": trainable}
         _, (logged, inputs), grads = accumulated(loss, groups, (rows, demos), c.parts)
         metrics = self._metrics(logged, rows) | {"ppo/grad_norm": optax.tree.norm(grads)}
-        # Once the policy has moved far, it is held until the next iteration; the value goes on.
+        # Beyond the KL limit the policy is frozen until the next iteration; the value keeps training.
         far = metrics["ppo/kl"] > (jnp.inf if c.kl_limit is None else c.kl_limit)
         held = jnp.where(jnp.max(batch["fresh"]) > 0, far, far | (state.scalars["held"] > 0)).astype(jnp.float32)
         metrics["ppo/held"] = held
@@ -259,7 +259,7 @@ class FlowPPO(OwnRollouts):
         return new, metrics
 
     def _rows(self, batch: Any, key: Array) -> Rows:
-        notes, kept = batch["notes"], jnp.asarray(batch["weight"]) > 0  # a row that does not count may hold anything
+        notes, kept = batch["notes"], jnp.asarray(batch["weight"]) > 0  # padding rows may hold anything
         return Rows(
             observation=self.prepared(batch, key),
             path=denoising.Path(
@@ -275,14 +275,14 @@ class FlowPPO(OwnRollouts):
         return self.means(logged, rows.share) | {"ppo/rows": (rows.share > 0).astype(jnp.float32).sum()}
 
     def _of_policy(self, params: Mapping[str, Params]) -> dict[str, Params]:
-        """The weights that determine a path's density: the policy's trainable ones and the noise head's."""
+        """The weights that a path's density depends on: the policy's trainable ones and the noise head."""
         head = {name: params[name] for name in ("noise",) if name in params}
         return {"policy": self.policy_learner.split(params["policy"])[0]} | head
 
     def q_values(
         self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N"]:
-        """V(s) for every chunk: it does not look at them."""
+        """V(s) for every chunk: the value does not depend on chunks."""
         if self.value is None:
             return super().q_values(state, observation, chunks)
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
@@ -293,7 +293,7 @@ class FlowPPO(OwnRollouts):
 def _if(
     learns: Bool[Array, ""], new: tuple[Params, Any], old: tuple[Params, Any], learner: Learner
 ) -> tuple[Params, Any]:
-    """(weights, optimizer) after a step, if the policy learns by now; frozen leaves are the same arrays in both."""
+    """(weights, optimizer state): `new` if `learns`, else `old`. Frozen leaves are the same arrays in both."""
     chosen, frozen = learner.split(new[0])
     before = learner.split(old[0])[0]
     weights, opt = jax.tree.map(lambda a, b: jnp.where(learns, a, b), (chosen, new[1]), (before, old[1]))

@@ -3,6 +3,9 @@
 A subclass says what the actor does: `draw` its random numbers, `ahead` and `propose` chunks at s_{t+L} and s, `learn`
 from what the critic says of them, and `plan` to act. No gradient passes the policy; its prefix is encoded once per
 observation.
+
+With a gate (`config.gate`) that is shut, it acts as the policy does, without the actor; the group `gate` says so to
+whoever acts with a checkpoint.
 """
 
 from collections.abc import Mapping
@@ -26,18 +29,18 @@ from pirl.models.params import Params, flatten
 
 
 class Proposal(NamedTuple):
-    """Proposed chunks at s; batch axis first."""
+    """Chunks proposed at s; batch-first."""
 
     inputs: CriticInputs
     token: Float[Array, "B T"]
     chunks: Float[Array, "B N H A"]
-    """The frozen policy's."""
+    """The frozen policy's chunks."""
     noise: Float[Array, "B N H A"]
-    """Their initial noise."""
+    """The flow's initial noise for each chunk."""
 
 
 class Learned(NamedTuple):
-    """Updated groups of weights."""
+    """Updated weights and optimizer states by group, and metrics."""
 
     params: dict[str, Params]
     opt: dict[str, Any]
@@ -46,29 +49,29 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPolicy(ChunkCritic):
-    """All random draws are made for the whole batch, so splitting it changes nothing."""
+    """The base class. Random numbers are drawn for the whole batch, so splitting it into parts changes nothing."""
 
     config: FrozenPolicyConfig
     actor: ChunkActor
-    """The network beside the policy."""
+    """The trained network beside the frozen policy."""
     actor_learner: Learner
-    """How its weights learn."""
+    """The actor's optimizer."""
     exploring: bool = False
-    """Whether the actor explores."""
+    """Whether the actor adds exploration noise."""
 
     @classmethod
     def shared(cls, config: Any, parts: Parts) -> dict[str, Any]:
         """The arguments a subclass needs, except the actor."""
         return parts_of(cls, parts) | {"config": config, "actor_learner": Learner(tx=parts.policy_learner.tx)}
 
-    # What an algorithm says
+    # Defined by subclasses
 
     def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Any:
-        """The random numbers of B x N chunks of H x A, the batch in front."""
+        """Random numbers for chunks of `shape` (B, N, H, A); batch-first."""
         raise NotImplementedError(f"{type(self).__name__}.draw")
 
     def ahead(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Any) -> Float[Array, "B N H A"]:
-        """Chunks as it will do them, for targets."""
+        """Chunks at s_{t+L} as the agent would execute them, for targets."""
         raise NotImplementedError(f"{type(self).__name__}.ahead")
 
     def propose(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Any) -> Proposal:
@@ -76,25 +79,25 @@ class FrozenPolicy(ChunkCritic):
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def done(self, state: TrainState, proposal: Proposal) -> Float[Array, "B N H A"]:
-        """The chunks it would execute for a proposal; Cal-QL pushes their values down."""
+        """The chunks that the agent would execute for a proposal; Cal-QL lowers their values."""
         return proposal.chunks
 
     def learn(self, state: TrainState, critic: Params, proposal: Proposal, key: Array) -> Learned:
-        """One step of everything but the critic, which has made its own."""
+        """One step of everything but the critic, which is updated already."""
         raise NotImplementedError(f"{type(self).__name__}.learn")
 
     def more(self, key: Array) -> dict[str, Params]:
-        """Groups beside policy, critic and actor, which learn as the critic does."""
+        """Initial weights of further groups, trained by the critic's learner."""
         return {}
 
     def more_targets(self, actor: Params) -> dict[str, Params]:
-        """Slowly following copies beside the critic's."""
+        """Initial target networks besides the critic's."""
         return {}
 
     # The rest
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some; they are kept in bfloat16."""
+        """A fresh state, with the given policy weights or freshly initialised ones, kept in bfloat16."""
         policy_key, critic_key, actor_key, more_key = jax.random.split(key, 4)
         policy = self.policy.init(policy_key) if policy_params is None else policy_params
         policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy)
@@ -102,9 +105,10 @@ class FrozenPolicy(ChunkCritic):
         actor, actor_opt = self.actor_learner.init(self.actor.init(actor_key))
         more = {name: self.critic_learner.init(params) for name, params in self.more(more_key).items()}
         averaged = {} if self.critic_learner.ema_decay is None else {"critic": copied(critic)}
+        params = {"policy": policy, "critic": critic, "actor": actor} | {name: p for name, (p, _) in more.items()}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params={"policy": policy, "critic": critic, "actor": actor} | {name: p for name, (p, _) in more.items()},
+            params=params | ({} if self.config.gate is None else {"gate": {"open": jnp.zeros(())}}),
             target={"critic": copied(critic)} | self.more_targets(actor),
             ema=averaged,
             opt={"critic": critic_opt, "actor": actor_opt} | {name: opt for name, (_, opt) in more.items()},
@@ -112,12 +116,17 @@ class FrozenPolicy(ChunkCritic):
             frozen=frozenset(f"policy/{path}" for path in flatten(policy)),
         )
 
+    def acts(self, state: TrainState, own: Array, plain: Array) -> Array:
+        """The actor's noise or chunks; while the gate is shut, those of the policy by itself."""
+        gate = state.params.get("gate")
+        return own if gate is None else jnp.where(gate["open"] > 0, own, plain)
+
     def token(self, state: TrainState, inputs: CriticInputs) -> Float[Array, "B T"]:
-        """The acting critic's reading of the prefix."""
+        """The acting critic's readout of the prefix."""
         return read_token(self.critic, state.ema.get("critic", state.params["critic"]), inputs)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """Chunks at s' and s, the critic's updates on what both passes left, then the actor's step."""
+        """Chunks at s' and s, the critic's updates on the features of both passes, then the actor's step."""
         c, names = self.config, ("augment", "here", "there", "critic", "actor")
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
         here, there = (
@@ -153,15 +162,19 @@ class FrozenPolicy(ChunkCritic):
         new = replace(
             state,
             step=state.step + 1,
-            params={"policy": state.params["policy"], "critic": critic, **learned.params},
+            params={"policy": state.params["policy"], "critic": critic, **self._gate(state), **learned.params},
             target={"critic": target, **followed},
             ema={name: self.critic_learner.average(average, critic) for name, average in state.ema.items()},
             opt={"critic": critic_opt, **learned.opt},
         )
         return new, {**learned.metrics, **info, **self.value_metrics(state, proposal.inputs, batch)}
 
+    def _gate(self, state: TrainState) -> dict[str, Params]:
+        """The group `gate`, of what the actor does from this step on."""
+        return {"gate": {"open": jnp.float32(self.actor_open(state))}} if "gate" in state.params else {}
+
     def stepped(self, state: TrainState, grads: Mapping[str, Params], *, when_open: frozenset[str]) -> Learned:
-        """One optimizer step of each group; those `when_open` wait until the actor listens to the critic."""
+        """One optimizer step of each group; groups in `when_open` only change while the actor may use the critic."""
         params, opt, is_open = {}, {}, self.actor_open(state)
         for name, gradient in grads.items():
             learner = self.actor_learner if name == "actor" else self.critic_learner
@@ -177,9 +190,9 @@ class FrozenPolicy(ChunkCritic):
     def explore(
         self, state: TrainState, observation: Observation, keys: Key[Array, "B"], *, best_of: int | None = None
     ) -> Choice:
-        """`act`, with exploration noise in the actor."""
+        """Like `act`, with exploration noise in the actor."""
         return Choice(replace(self, exploring=True).act(state, observation, keys, best_of=best_of))
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """The actor, and the critic that reads for it."""
-        return frozenset({"actor", "critic"})
+        """The actor, and the critic that reads for it; and whether it may."""
+        return frozenset({"actor", "critic", "gate"})

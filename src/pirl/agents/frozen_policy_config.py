@@ -1,4 +1,4 @@
-"""Settings of the algorithms that train a small actor on a frozen policy. No jax here."""
+"""Settings of the algorithms that train a small actor on a frozen policy. Does not import jax."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class FrozenPolicyConfig(ChunkCriticConfig):
 
     @property
     def explores(self) -> bool:
-        """By adding noise to the actor."""
+        """True: by noise in the actor."""
         return True
 
     @property
     def only_beside(self) -> bool:
-        """The policy's weights act as before training."""
+        """True: the policy's weights do not change."""
         return True
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:

@@ -1,7 +1,7 @@
-"""What algorithms share that learn from groups of their own rollouts: `RIPT` and `FlowPPO`.
+"""Base of the algorithms that learn from groups of their own rollouts: `RIPT` and `FlowPPO`.
 
-Their batches are rows of rollouts, and demonstrations where these are imitated too. The weights that rolled out stay in
-the state for an iteration: its first minibatch (`fresh`) takes them from the acting weights before the update.
+Their batches are rows of rollouts, plus demonstrations with `bc_weight`. The state keeps the rollout weights for an
+iteration: its first minibatch (`fresh`) copies them from the acting weights before the update.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from pirl.models.policy import FlowPolicy
 from pirl.records import BatchSizes, BatchSpec, Spec, chunk_spec
 
 LARGE = 2**22
-"""Values from which on a leaf of the weights that rolled out is kept in the model's compute type. Norms and heads are
-below: they compute in float32, and are next to nothing in memory."""
+"""Leaves of the rollout weights with at least this many elements are kept in the model's compute dtype. Norms and heads
+are smaller: they compute in float32 and need little memory."""
 
 
 class Demos(NamedTuple):
-    """Chunks of demonstrations."""
+    """Demonstrated chunks and the points of the flow to evaluate them at."""
 
     observation: Observation
     actions: Float[Array, "B H A"]
@@ -36,7 +36,7 @@ class Demos(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRollouts(Agent):
-    """The half of an algorithm that is not its loss. Random draws are made for the whole batch."""
+    """Everything but the loss. Random numbers are drawn for the whole batch, so splitting it changes nothing."""
 
     policy: FlowPolicy
     config: OwnRolloutsConfig
@@ -45,16 +45,16 @@ class OwnRollouts(Agent):
     flow_steps: int = 10
     """Euler steps when acting."""
     encoder_frozen: bool = False
-    """Does nothing that `policy.encode` reads train? Then one prefix serves the weights that rolled out as well."""
+    """Whether all weights that `policy.encode` uses are frozen; the rollout weights then share the prefix."""
     compute_dtype: str = "float32"
-    """The type the model casts its weights to before it multiplies: those that rolled out are kept in it."""
+    """The dtype of the model's matrix products, in which large rollout weights are kept."""
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """Additional columns of the rows."""
+        """Specs of the columns that this algorithm adds to a row."""
         raise NotImplementedError(f"{type(self).__name__}.columns")
 
     def batch_spec(self, sizes: BatchSizes) -> BatchSpec:
-        """Rows of rollouts, and demonstrations where they are imitated too: see `update`."""
+        """Rows of rollouts and, with `bc_weight`, demonstrations: see `update`."""
         chunks = chunk_spec(sizes, next_observations=False)
         number = Spec((sizes.batch,), "float32")
         rows = {
@@ -68,18 +68,18 @@ class OwnRollouts(Agent):
         return rows | ({"demos": demos} if self.config.bc_weight else {})
 
     def prepared(self, batch: Any, key: Array) -> Observation:
-        """The observations as the policy sees them."""
+        """The batch's observations, prepared for the policy (augmented if configured)."""
         observation = Observation.from_dict(batch["observations"])
         return self.policy.prepare(observation, key if self.config.augment else None)
 
     def drawn(self, batch: Any, key: Array) -> tuple[Observation, flow.Draws]:
-        """Observations and points of the flow for these chunks."""
+        """(prepared observations, points of the flow) for a batch."""
         augment_key, noise_key, time_key = jax.random.split(key, 3)
         draws = flow.draw(noise_key, time_key, batch["actions"], self.config.flow_draws)
         return self.prepared(batch, augment_key), draws
 
     def demos(self, batch: Any, key: Array) -> Demos | None:
-        """The demonstrations of a batch, where they are imitated."""
+        """The batch's demonstrations; None without `bc_weight`."""
         if not self.config.bc_weight:
             return None
         if "demos" not in batch:
@@ -92,13 +92,13 @@ class OwnRollouts(Agent):
         return Demos(observation, shown["actions"], shown["valid"], draws)
 
     def demo_losses(self, policy: Params, acting: Params, demos: Demos) -> Float[Array, "B"]:
-        """Flow-matching loss on each demonstrated chunk, of the weights that act; `policy` encodes."""
+        """Flow-matching loss of the weights `acting` on each demonstrated chunk; `policy` encodes the prefix."""
         context = self.policy.encode(policy, demos.observation)
         error = flow.squared_error(self.policy, acting, context, demos.actions, demos.draws)
         return flow.chunk_loss(error, valid=demos.valid, dims=self.real_action_dim)
 
     def copied_small(self, weights: Any) -> Any:
-        """A copy of the weights that act, as it is kept for an iteration."""
+        """A copy of the acting weights to keep for an iteration, large leaves in `compute_dtype`."""
 
         def copy(leaf: Array) -> Array:
             return jnp.array(leaf, jnp.dtype(self.compute_dtype) if leaf.size >= LARGE else leaf.dtype, copy=True)
@@ -106,15 +106,15 @@ class OwnRollouts(Agent):
         return jax.tree.map(copy, weights)
 
     def that_rolled_out(self, kept: Any, acting: Any, batch: Any) -> Any:
-        """The weights that act now if the batch is the first of an iteration, else those that are kept."""
+        """The rollout weights: the acting weights in the first batch of an iteration, the kept ones afterwards."""
         fresh = jnp.max(batch["fresh"]) > 0
         return jax.tree.map(lambda old, now: jnp.where(fresh, now.astype(old.dtype), old), kept, acting)
 
     def share(self, batch: Any) -> Float[Array, "B"]:
-        """How much each row counts, 1 on average; 0 for rows that only fill up the batch."""
+        """Row weights with mean 1; padding rows have 0."""
         counted = jnp.asarray(batch["weight"])
         return counted / jnp.maximum(counted.mean(), jnp.finfo(jnp.float32).tiny)
 
     def means(self, logged: Metrics, share: Float[Array, "B"]) -> Metrics:
-        """Weighted means over the rows that count; for demonstrations over all rows."""
+        """Weighted mean of each metric over rows; for demonstrations the plain mean."""
         return {name: x.mean() if name == "bc/loss" else (share * x).mean() for name, x in logged.items()}

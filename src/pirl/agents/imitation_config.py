@@ -1,4 +1,4 @@
-"""Settings of behaviour cloning and of DAgger. No jax here."""
+"""Settings of behaviour cloning and of DAgger. Does not import jax."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -60,11 +60,11 @@ class DAggerConfig(BCConfig):
 
     @property
     def heeds_corrections(self) -> bool:
-        """The loss weight of a chunk depends on who chose it."""
+        """True: a chunk's loss weight depends on who chose it."""
         return True
 
     def problems(self, run: Any) -> Iterator[tuple[str, str]]:
-        """Both weights are zero."""
+        """Both weights 0."""
         if not self.correction_weight and not self.policy_weight:
             yield (
                 "agent.correction_weight and agent.policy_weight are 0: of what the robot recorded nothing is learned",

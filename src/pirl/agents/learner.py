@@ -1,4 +1,4 @@
-"""How a group of weights is trained: optimizer, mask of trainable leaves, EMA. Shared by all algorithms."""
+"""Training of a group of weights: optimizer, mask of trainable leaves, EMA, gradient accumulation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ from pirl.models.params import Params, flatten
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """One group. The optimizer is made once and passed in, so that its state always has the same structure."""
+    """Trains one group. The optimizer is made once and passed in, so that its state always has the same structure."""
 
     tx: optax.GradientTransformation
-    """The optimizer, schedule and clipping included."""
+    """The optimizer, including schedule and clipping."""
     mask: Params | None = None
-    """True where a leaf trains; None trains everything. Frozen leaves have neither gradients nor optimizer state."""
+    """True for trainable leaves; None trains all. Frozen leaves have neither gradients nor optimizer state."""
     ema_decay: float | None = None
-    """Decay of the average; None keeps none."""
+    """Decay of the EMA; None: no EMA."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """(trainable, frozen)."""
         return (params, {}) if self.mask is None else split(params, self.mask)
 
     def join(self, trainable: Params, frozen: Params) -> Params:
-        """The whole tree again."""
+        """The inverse of `split`."""
         return join(trainable, frozen) if frozen else trainable
 
     def init(self, params: Params) -> tuple[Params, Any]:
-        """The parameters as they are kept (frozen leaves in bfloat16) and the optimizer's state.
+        """(parameters with frozen leaves cast to bfloat16, optimizer state).
 
-        Everything that trains is float32: small steps vanish in bfloat16, and models take bfloat16 for frozen.
+        Trainable leaves must be float32: small steps vanish in bfloat16, and models treat bfloat16 leaves as frozen.
         """
         params = params if self.mask is None else cast_frozen(params, self.mask)
         trainable = self.split(params)[0]
@@ -49,28 +49,28 @@ class Learner:
         return params, self.tx.init(trainable)
 
     def frozen(self, params: Params, group: str = "policy") -> frozenset[str]:
-        """The paths of what does not train, as `TrainState.frozen` names them."""
+        """Paths of the frozen leaves, as in `TrainState.frozen`."""
         return frozenset(f"{group}/{path}" for path in flatten(self.split(params)[1]))
 
     @jax.named_scope("optimizer")
     def step(self, params: Params, grads: Params, opt: Any) -> tuple[Params, Any]:
-        """One optimizer step; gradients are those of the trainable leaves."""
+        """One optimizer step: (new parameters, new optimizer state). `grads` covers the trainable leaves."""
         trainable, frozen = self.split(params)
         updates, opt = self.tx.update(grads, opt, trainable)
         return self.join(optax.apply_updates(trainable, updates), frozen), opt
 
     @jax.named_scope("optimizer")
     def average(self, ema: Params, params: Params) -> Params:
-        """The average after one more step."""
+        """The EMA after one more step."""
         return ema if self.ema_decay is None else ema_update(ema, params, self.ema_decay)
 
 
 def accumulated(
     loss: Callable[[Params, Any], tuple[Float[Array, ""], Any]], params: Params, batch: Any, parts: int
 ) -> tuple[Float[Array, ""], Any, Params]:
-    """(loss, aux, gradient) of a mean over the batch, computed in `parts` parts of it, one after the other.
+    """(loss, aux, gradient) over the batch, accumulated over `parts` sequential parts.
 
-    The loss must be a plain mean over samples; `aux` has the batch in front and comes back whole.
+    The loss must be a plain mean over samples; `aux` is batch-first and returned for the whole batch.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     if parts == 1:
@@ -88,14 +88,14 @@ def accumulated(
 
 
 def in_parts(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
-    """The function of a batch, computed part by part; only what it returns is ever held whole."""
+    """Apply a function to a batch in sequential parts; only its results are held for the whole batch."""
     return function(batch) if parts == 1 else _scanned(lambda carry, part: (carry, function(part)), (), batch, parts)[1]
 
 
 def _scanned(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, batch: Any, parts: int) -> tuple[Any, Any]:
-    """`jax.lax.scan` over the parts of a batch; what `body` returns for each part comes back as one batch.
+    """`jax.lax.scan` over the parts of a batch; the outputs of `body` are joined to one batch.
 
-    Trees cross the scan as bare leaves: with an axis of parts in front they would not be what their types say.
+    Trees cross the scan as lists of leaves: with the extra axis of parts they would violate their types' shapes.
     """
     leaves, structure = jax.tree.flatten(batch)
     returned: list[Any] = []
@@ -111,7 +111,7 @@ def _scanned(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, batch: Any
 
 
 def divided(x: Array, parts: int) -> Array:
-    """Part m takes every `parts`-th sample, so that on several devices no sample has to move."""
+    """Split the batch axis into (parts, rest). Part m takes every `parts`-th sample, so no sample changes devices."""
     if len(x) % parts:
         raise ConfigError(
             f"a batch of {len(x)} does not split into {parts} equal parts",

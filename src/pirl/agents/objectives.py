@@ -5,7 +5,7 @@
     w   = min(exp(A/β), cap),  A = Q(s, a) - V(s)      weight in the flow loss      (AWR, arXiv 1910.00177)
     A_k = r_k - mean_{j≠k} r_j                         advantage within a group     (RLOO, RIPT)
 
-Losses come back per sample: what counts, and how it is averaged, is the caller's to say (`masked_mean`).
+Losses are per sample; the caller masks and averages them (`masked_mean`).
 """
 
 import math
@@ -22,7 +22,7 @@ from pirl.models.critic_config import Aggregation, LossKind
 from pirl.models.params import Params
 
 Scalar = float | Float[Array, ""]
-"""A setting, or a value on the device that an algorithm adapts."""
+"""A setting, or a device value that an algorithm adapts."""
 
 
 # Targets
@@ -31,11 +31,11 @@ Scalar = float | Float[Array, ""]
 def value_range(
     reward_min: float, reward_max: float, discount: float, limit: int | None = None, *, once: bool = False
 ) -> tuple[float, float]:
-    """The discounted returns that rewards in [reward_min, reward_max] allow.
+    """(smallest, largest) discounted return for rewards in [reward_min, reward_max].
 
-    An episode has at least one step and may end at any; what comes after its end is worth nothing. `limit` is the
-    number of steps at which it ends for sure: leave it out where targets bootstrap through a time limit, for then
-    values look beyond it. `once` is for sparse rewards: one step of an episode at most pays anything.
+    An episode may end after any number of steps from 1 on; the return after its end is 0. `limit`: largest number of
+    steps; omit it if targets bootstrap through the time limit, because values then look beyond it. `once`: sparse
+    rewards, non-zero in at most one step of an episode.
     """
     if reward_min > reward_max:
         raise ConfigError(f"the smallest reward, {reward_min}, is above the largest, {reward_max}")
@@ -72,23 +72,24 @@ def td_target(
     low: Scalar = -math.inf,
     high: Scalar = math.inf,
 ) -> Float[Array, "*E B"]:
-    """y = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}), clipped to the possible; no gradient (Q-chunking).
+    """y = Σ_{l<L} γ^l r_l + γ^L · mask · V(s_{t+L}), clipped to [low, high]; no gradient (Q-chunking).
 
-    The sum is given; L is per sample, since a chunk may end early. `mask` is 0 where the episode terminated.
+    `reward_sum` is the first sum. L is per sample, because a chunk may end early. `mask` is 0 where the episode
+    terminated.
     """
     target = reward_sum + jnp.power(jnp.float32(discount), length) * mask * next_value
     return jax.lax.stop_gradient(jnp.clip(target, low, high))
 
 
 def known_return(mc_return: Float[Array, "B"], otherwise: Float[Array, "*E B"]) -> Float[Array, "*E B"]:
-    """The observed return as a target; where it is unknown (NaN), the other one."""
+    """The observed return where it is known (not NaN), else `otherwise`."""
     return jnp.where(jnp.isnan(mc_return), otherwise, mc_return)
 
 
 def aggregate(q: Float[Array, "E *rest"], how: Aggregation = "mean", key: Array | None = None) -> Float[Array, "*rest"]:
-    """One value out of an ensemble's: the mean (Q-chunking), the lowest (TD3), or the lower of two random members.
+    """Aggregate an ensemble: mean (Q-chunking), minimum (TD3), or minimum of two random members (REDQ).
 
-    REDQ (arXiv 2101.05982) draws the two once per target, the same for the whole batch.
+    As in REDQ (arXiv 2101.05982), the pair is drawn once for the whole batch.
     """
     if how == "mean":
         return q.mean(0)
@@ -109,9 +110,9 @@ def aggregate(q: Float[Array, "E *rest"], how: Aggregation = "mean", key: Array 
 class HLGauss:
     """Returns as histograms, p_i = Φ((z_{i+1} - y)/σ) - Φ((z_i - y)/σ) (HL-Gauss, "Stop regressing", arXiv 2403.03950).
 
-    A target becomes a Gaussian around it, integrated over bins. The bins reach four standard deviations beyond
-    [low, high]: cut off at the ends, where "already solved" and "never solved" lie, the Gaussian of an end would have
-    its mean 0.8 standard deviations inside. Like this the mean of a projection is the target, at the ends as well.
+    A target becomes a Gaussian, integrated over bins. The bins extend four standard deviations beyond [low, high], so
+    that a projection's mean equals its target even at the ends. Truncated there, the mean would be 0.8 standard
+    deviations off, exactly for "already solved" and "never solved".
     """
 
     low: float
@@ -140,11 +141,11 @@ class HLGauss:
         return (self.high - self.low) / (self.bins - 2 * self.margin)
 
     def project(self, y: Float[Array, "*shape"]) -> Float[Array, "*shape bins"]:
-        """The histogram of a target; targets outside [low, high] count as the nearer end."""
-        # In units of bins from the lowest edge, where float32 is equally fine for any range.
+        """The histogram of a target, clipped to [low, high]."""
+        # In units of bins from the lowest edge, so that float32 precision does not depend on the range.
         position = (jnp.clip(y, self.low, self.high) - self.low) / self.width + self.margin
         z = (jnp.arange(self.bins + 1) - position[..., None]) / (self.sigma_ratio * math.sqrt(2))
-        # Far from the target, rounding can make a difference of two equal numbers negative.
+        # Far from the target, rounding can make differences slightly negative.
         mass = jnp.maximum(jnp.diff(erf(z), axis=-1), 0.0)
         return mass / mass.sum(-1, keepdims=True)
 
@@ -154,12 +155,12 @@ class HLGauss:
         return self.low + self.width * (jax.nn.softmax(logits) * positions).sum(-1)
 
     def loss(self, logits: Float[Array, "*shape bins"], y: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Cross-entropy against the target's histogram. Its floor is that histogram's entropy (1.20 at 0.75), not 0."""
+        """Cross-entropy with the target's histogram. Its minimum is that histogram's entropy (1.20 at 0.75), not 0."""
         return -(self.project(y) * jax.nn.log_softmax(logits)).sum(-1)
 
 
 def mse(pred: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """(pred - y)², before the mean (Q-chunking)."""
+    """(pred - y)², elementwise (Q-chunking)."""
     return jnp.square(pred - y)
 
 
@@ -171,7 +172,7 @@ def huber(pred: Float[Array, "*shape"], y: Float[Array, "*shape"], delta: float 
 
 
 def critic_value(kind: LossKind, out: Float[Array, "..."], support: HLGauss | None = None) -> Float[Array, "..."]:
-    """Values out of a critic's outputs, whatever it predicts: the last axis is gone if it was one of bins."""
+    """Values from a critic's outputs; for `hl_gauss` the mean over the last axis (bins)."""
     return _support(support).value(out) if kind == "hl_gauss" else out
 
 
@@ -183,7 +184,7 @@ def critic_loss(
     support: HLGauss | None = None,
     delta: float = 1.0,
 ) -> Float[Array, "E B"]:
-    """Each member's loss on each sample. `support` is for hl_gauss, `delta` for huber."""
+    """Each member's loss on each sample. `support` is needed for hl_gauss, `delta` for huber."""
     targets = jnp.broadcast_to(y, out.shape[:2])
     if kind == "hl_gauss":
         return _support(support).loss(out, targets)
@@ -197,10 +198,10 @@ def _support(support: HLGauss | None) -> HLGauss:
 
 
 def expectile_weights(error: Float[Array, "*shape"], tau: float) -> Float[Array, "*shape"]:
-    """|τ - 1[u < 0]| for u = y - v: so weighted, v learns the τ-expectile of y, not its mean (IQL, arXiv 2110.06169).
+    """|τ - 1[u < 0]| for u = y - v: weights with which v learns the τ-expectile of y (IQL, arXiv 2110.06169).
 
-    With the squared error it is IQL's loss. With cross-entropy to histograms the mean of the best histogram is the
-    expectile as well: both have Σ w · (y - v) = 0 at their optimum.
+    With the squared error this is IQL's loss. It also holds for the mean of a histogram trained by cross-entropy: both
+    have Σ w · (y - v) = 0 at their optimum.
     """
     return jax.lax.stop_gradient(jnp.where(error < 0, 1 - tau, tau))
 
@@ -214,11 +215,11 @@ def calql_penalty(
 ) -> Float[Array, "E B"]:
     """T·log(1/N Σ_n exp(max(Q(s, a^n), G)/T)) - Q(s, a): Cal-QL (arXiv 2303.05479) on the policy's chunks.
 
-    CQL's regulariser pushes down what the policy might pick and up what the data hold. Cal-QL stops pushing at the
-    data's own return G, below which no policy worth having is: values stay on the scale of returns, and what is
-    learned offline is not unlearned online. Where the return is unknown (NaN) the push has no floor: plain CQL. A high
-    temperature approaches the mean over candidates, a low one their maximum. (Best of N on samples of a cloned policy
-    hardly leaves the data: this is for actors that do.)
+    CQL's regulariser lowers the values of the policy's chunks and raises those of the data. Cal-QL does not lower them
+    below the observed return G, so values stay on the scale of returns and online training does not have to unlearn
+    the offline values. If the return is unknown (NaN) there is no floor: plain CQL. A high temperature approaches the
+    mean over candidates, a low one their maximum. (Best-of-N on samples of a cloned policy hardly leaves the data; this
+    is for actors that do.)
     """
     floor = jnp.where(jnp.isnan(mc_return), -jnp.inf, mc_return)[:, None]
     floored_q = jnp.maximum(q_candidates, floor) / temperature
@@ -229,12 +230,12 @@ def calql_penalty(
 
 
 def select_best(values: Float[Array, "B N"]) -> Int[Array, "B"]:
-    """argmax_n Q(s, a^n); the first of equals."""
+    """argmax_n Q(s, a^n); ties go to the first."""
     return jnp.argmax(values, axis=-1)
 
 
 def take_candidate(candidates: Float[Array, "B N H A"], index: Int[Array, "B"]) -> Float[Array, "B H A"]:
-    """One candidate of each observation."""
+    """The indexed candidate of each observation."""
     return jnp.take_along_axis(candidates, index[:, None, None, None], axis=1)[:, 0]
 
 
@@ -242,20 +243,20 @@ def take_candidate(candidates: Float[Array, "B N H A"], index: Int[Array, "B"]) 
 
 
 def awr_weights(advantage: Float[Array, "B"], beta: Scalar, cap: float) -> Float[Array, "B"]:
-    """w = min(exp(A/β), cap): the best policy within a KL distance, as weights on the data (AWR)."""
+    """w = min(exp(A/β), cap): weights on the data whose imitation is the KL-constrained optimal policy (AWR)."""
     return jax.lax.stop_gradient(jnp.exp(_log_weights(advantage, beta, cap)))
 
 
 def _log_weights(advantage: Float[Array, "B"], beta: Scalar, cap: float) -> Float[Array, "B"]:
-    # The cap comes before the exponential, which overflows.
+    # Cap before the exponential, which could overflow.
     return jnp.minimum(advantage / beta, math.log(cap))
 
 
 def effective_sample_size(weights: Float[Array, "B"], mask: Bool[Array, "B"] | None = None) -> Float[Array, ""]:
-    """(Σw)² / (n Σw²): 1 where all count the same, 1/n where one counts alone, 0 where nothing counts."""
+    """(Σw)² / (n Σw²), as a share of n: 1 for equal weights, 1/n for a single non-zero one, 0 if all are zero."""
     kept = jnp.ones_like(weights) if mask is None else mask.astype(weights.dtype)
     weights = weights * kept
-    # It does not depend on the scale, whose square might not be a float32.
+    # Scale-invariant; normalise so that squares do not overflow or underflow float32.
     weights = weights / jnp.maximum(weights.max(), jnp.finfo(weights.dtype).tiny)
     return jnp.square(weights.sum()) / jnp.maximum(kept.sum() * jnp.square(weights).sum(), 1.0)
 
@@ -263,12 +264,11 @@ def effective_sample_size(weights: Float[Array, "B"], mask: Bool[Array, "B"] | N
 def fit_beta(
     advantage: Float[Array, "B"], target_ess: Scalar, cap: float, mask: Bool[Array, "B"] | None = None
 ) -> Float[Array, ""]:
-    """The β at which AWR's weights have the given effective sample size: how greedy the data let us be.
+    """The temperature β at which AWR's weights have the target effective sample size (ESS).
 
-    It is the largest β at which the size is not above the target, so it grows with the target. The cap is why a grid
-    comes before the bisection: it makes good samples equal, so that below some β the size may rise again. Where even
-    the greediest weights are more even than asked for, it is the β of the least even ones; equal advantages get a β so
-    large that all weights are 1.
+    It is the largest β whose ESS is at most the target. A grid search precedes the bisection because ESS is not
+    monotonic: the cap makes good samples equal, so below some β it may rise again. If no β reaches the target, it is
+    the β of the smallest ESS; for equal advantages a β so large that all weights are 1.
     """
     kept = jnp.ones_like(advantage, dtype=bool) if mask is None else mask
     advantage = jnp.where(kept, advantage, 0.0)
@@ -276,12 +276,12 @@ def fit_beta(
     best = jnp.where(kept.any(), jnp.where(kept, advantage, -jnp.inf).max(), 0.0)
 
     def size(log_beta: Array) -> Array:
-        # Relative to the largest weight, so that a common offset of all advantages cannot make all weights vanish.
+        # Relative to the largest weight, so that a common offset of the advantages cannot underflow all weights.
         log_weights = jnp.where(kept, _log_weights(advantage, jnp.exp(log_beta), cap), -jnp.inf)
         largest = jnp.where(kept.any(), log_weights.max(), 0.0)
         return effective_sample_size(jnp.exp(log_weights - largest), kept)
 
-    # At the upper end weights are equal to four digits; at the lower one the largest is at least e^-30.
+    # At the upper end weights agree to four digits; at the lower end the largest weight is at least e^-30.
     low, high = jnp.log(jnp.maximum(1e-4 * scale, -best / 30)), jnp.log(1e4 * scale)
     grid = jnp.linspace(low, high, 256)
     sizes = jax.vmap(size)(grid)
@@ -300,14 +300,14 @@ def fit_beta(
 
 
 def agreement(members: Float[Array, "E B"], *, halved: bool = False) -> Float[Array, ""]:
-    """ρ = max(0, 1 - s²/Var_b(mean_e A)),  s² = mean_b Var_e(A)/E: the share of the advantages that is not noise.
+    """ρ = max(0, 1 - s²/Var_b(mean_e A)),  s² = mean_b Var_e(A)/E: the non-noise share of the advantages' variance.
 
-    s² is the variance that the mean of E independent members has by itself. Members that only differ by chance give 0,
-    members that agree give 1; one member agrees with itself.
+    s² is the sampling variance of the mean of E independent members. Members that differ only by chance give 0, members
+    that agree give 1, a single member gives 1.
 
-    Members that learn from the same episodes are not independent: they agree about the noise of these episodes. Members
-    that learn from halves (`agents/ensemble.py`) lie as far from their mean as that lies from the truth: then
-    s² = mean_b Var_e(A), without the division.
+    Members trained on the same episodes are not independent: they share those episodes' noise. Members trained on
+    halves (`agents/ensemble.py`) are as far from their mean as the mean is from the truth: then s² = mean_b Var_e(A),
+    without the division.
     """
     count = len(members)
     if count < 2:
@@ -320,18 +320,18 @@ def agreement(members: Float[Array, "E B"], *, halved: bool = False) -> Float[Ar
 def scaled_by_state(
     advantage: Float[Array, "B"], spread: Float[Array, "B"], typical: Scalar, floor: float = 0.25
 ) -> Float[Array, "B"]:
-    """A · (1 + floor) σ̄ / (σ(s) + floor σ̄): advantages in units of what is at stake in their state.
+    """A · (1 + floor) σ̄ / (σ(s) + floor σ̄): advantages relative to the spread of values in their state.
 
-    σ(s) is the spread of the candidates' values, σ̄ a typical one. With one temperature for all states, early decisions
-    that change the value by little are drowned by late ones that change it by much. States in which nothing is at
-    stake stay quiet (`floor`); where all states are alike, nothing changes.
+    σ(s) is the standard deviation of the candidates' values, σ̄ a typical one. Without it, one temperature lets late
+    decisions, which change the value much, drown early ones. `floor` bounds the factor where the spread is small; if
+    all states have the typical spread, nothing changes.
     """
     scale = (1 + floor) * typical / jnp.maximum(spread + floor * typical, 1e-12)
     return jax.lax.stop_gradient(advantage * scale)
 
 
 def floored(weights: Float[Array, "B"], mean_weight: Scalar, floor: Scalar) -> Float[Array, "B"]:
-    """floor + (1 - floor) · w / mean(w): AWR plus `floor` times plain cloning, for one forward pass instead of two."""
+    """floor + (1 - floor) · w / mean(w): AWR mixed with `floor` of plain cloning, in a single forward pass."""
     return floor + (1 - floor) * weights / jnp.maximum(mean_weight, jnp.finfo(weights.dtype).tiny)
 
 
@@ -343,15 +343,15 @@ def rloo(returns: Float[Array | np.ndarray, "G K"]) -> Float[Array | np.ndarray,
     return returns - (returns.sum(1, keepdims=True) - returns) / others
 
 
-# Averages
+# Running statistics and masked means
 
 
 def moving_quantile(
     quantile: Scalar, values: Float[Array, "B"], level: float, rate: float, *, first: Bool[Array, ""] | bool = False
 ) -> Float[Array, ""]:
-    """The quantile of a stream of batches: it moves towards that of the latest one, and starts at the `first` one's.
+    """A running quantile over batches: the `first` batch's quantile, then moved towards each batch's by `rate`.
 
-    NaN counts as the lowest. Where the quantile of a batch is not finite, nothing moves.
+    NaN counts as the lowest value. A batch whose quantile is not finite changes nothing.
     """
     latest = jnp.quantile(jnp.nan_to_num(values, nan=-1e30), level, method="lower")
     moved = jnp.where(first, latest, (1 - rate) * quantile + rate * latest)
@@ -359,9 +359,9 @@ def moving_quantile(
 
 
 def masked_mean(x: Float[Array, "..."], mask: Float[Array, "..."] | Bool[Array, "..."]) -> Float[Array, ""]:
-    """Mean of x where the mask, broadcast to it, is 1; 0 where it is 1 nowhere. What is masked may be NaN.
+    """Mean of x weighted by the mask, which is broadcast to x; 0 for an empty mask. Masked entries may be NaN.
 
-    Q-chunking divides by the whole batch instead; this one does not weaken the loss where fewer samples count.
+    Q-chunking divides by the batch size instead, which weakens the loss when fewer samples count.
     """
     weight = jnp.broadcast_to(mask, x.shape).astype(jnp.float32)
     total = weight.sum()
@@ -369,7 +369,7 @@ def masked_mean(x: Float[Array, "..."], mask: Float[Array, "..."] | Bool[Array, 
 
 
 def correlation(x: Float[Array, "B"], y: Float[Array, "B"], mask: Float[Array, "B"]) -> Float[Array, ""]:
-    """Pearson correlation over the masked samples; 0 where either does not vary."""
+    """Pearson correlation over samples with mask 1; 0 if x or y is constant."""
     x, y = x - masked_mean(x, mask), jnp.where(mask > 0, y, 0.0)
     y = y - masked_mean(y, mask)
     cov, var_x, var_y = (masked_mean(z, mask) for z in (x * y, x * x, y * y))
@@ -377,14 +377,14 @@ def correlation(x: Float[Array, "B"], y: Float[Array, "B"], mask: Float[Array, "
 
 
 def soft_update(target: Params, online: Params, tau: Scalar) -> Params:
-    """target ← (1 - τ)·target + τ·online, in float32: at τ = 0.005 bfloat16 would never move."""
+    """target ← (1 - τ)·target + τ·online, in float32: with τ = 0.005, bfloat16 would round every change away."""
     return jax.tree.map(
         lambda old, new: (1 - tau) * old.astype(jnp.float32) + tau * new.astype(jnp.float32), target, online
     )
 
 
 def ema_update(average: Params, new: Params, decay: Scalar) -> Params:
-    """average ← d·average + (1 - d)·new, as OpenPI. Leaves not in float32 are frozen ones: they are the new ones."""
+    """average ← d·average + (1 - d)·new, as in OpenPI. Leaves that are not float32 are frozen and copied from `new`."""
 
     def update(old: Array, leaf: Array) -> Array:
         if leaf.dtype != jnp.float32:

@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules from their configs.
 
-Each is made once per run and passed to the agent, so that the optimizer state has one structure everywhere: when it is
+Each is made once per run and passed to the agent, so that the optimizer state has the same structure when it is
 initialised, sharded, updated, saved and restored.
 """
 
@@ -15,7 +15,7 @@ from pirl.training.config import SGD, AdamW, ConstantSchedule, CosineSchedule, R
 
 @singledispatch
 def make_schedule(config: Any) -> optax.Schedule:
-    """Step -> learning rate. Registered by the type of the config."""
+    """The schedule (step -> learning rate) for a config; dispatches on the config's type."""
     raise TypeError(f"{type(config).__name__} has no schedule: register one with make_schedule.register")
 
 
@@ -46,7 +46,7 @@ def _(config: ConstantSchedule) -> optax.Schedule:
 
 @singledispatch
 def make_optimizer(config: Any, schedule: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """The optimizer, its clipping and its learning rate in one. Registered by the type of the config."""
+    """The optimizer with clipping and learning rate; dispatches on the config's type."""
     raise TypeError(f"{type(config).__name__} has no optimizer: register one with make_optimizer.register")
 
 
@@ -63,12 +63,12 @@ def _(config: SGD, schedule: optax.ScalarOrSchedule) -> optax.GradientTransforma
 
 
 def _first(peak: float, warmup_steps: int) -> float:
-    """The rate of step 0: OpenPI does not waste it on a rate of zero."""
+    """The learning rate of step 0: not zero, as in OpenPI, so that the step is not wasted."""
     return peak / (warmup_steps + 1)
 
 
 def _warmed_up(schedule: optax.Schedule, peak: float, warmup_steps: int) -> optax.Schedule:
-    """The schedule, its own step 0 coming after the warm-up."""
+    """A linear warm-up, then the schedule from its step 0 on."""
     if warmup_steps == 0:
         return schedule
     warmup = optax.linear_schedule(_first(peak, warmup_steps), peak, warmup_steps)
@@ -76,5 +76,5 @@ def _warmed_up(schedule: optax.Schedule, peak: float, warmup_steps: int) -> opta
 
 
 def _clip(norm: float | None) -> optax.GradientTransformation:
-    """Clipping, or something with the same (empty) state, so that switching it off fits the same checkpoints."""
+    """Clipping, or an identity with the same (empty) state, so that switching it off keeps checkpoints loadable."""
     return optax.identity() if norm is None else optax.clip_by_global_norm(norm)

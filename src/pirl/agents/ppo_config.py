@@ -1,4 +1,4 @@
-"""Settings of PPO and GRPO over the denoising path of a flow policy. No jax here."""
+"""Settings of PPO and GRPO over the denoising path of a flow policy. Does not import jax."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -77,12 +77,12 @@ class FlowPPOConfig(OwnRolloutsConfig, Rewards):
 
     @property
     def learns_values(self) -> bool:
-        """With `ppo`, a state value."""
+        """True for `ppo`, which learns a state value."""
         return self.algorithm == "ppo"
 
     @property
     def explores(self) -> bool:
-        """By noise on the denoising path."""
+        """Always, by noise on the denoising path."""
         return True
 
     @property
@@ -99,11 +99,11 @@ class FlowPPOConfig(OwnRolloutsConfig, Rewards):
         )
 
     def reward_range(self, run: Any) -> RewardRange | None:
-        """As configured; it is the range of the histogram."""
+        """The configured rewards, which bound the histogram; None without a value."""
         return RewardRange(self.reward_low, self.reward_high, self.reward_once) if self.learns_values else None
 
     def small(self) -> OwnRolloutsConfig:
-        """And few passes, the policy's from the start."""
+        """Small groups, at most two passes, and almost no value warm-up."""
         few = super().small()
         assert isinstance(few, FlowPPOConfig)
         return replace(few, epochs=min(self.epochs, 2), value_warmup_steps=min(self.value_warmup_steps, 2))

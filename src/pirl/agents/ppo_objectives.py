@@ -1,4 +1,4 @@
-"""The mathematics of PPO over plans: a plan is one action that takes L steps.
+"""The mathematics of PPO over plans; a plan is one action of L environment steps.
 
 R_i = Σ_{l<L} γ^l r_l                                              reward of a plan
 δ_i = R_i + γ^L V(s_{i+1}) - V(s_i)
@@ -22,7 +22,7 @@ from pirl.models.critic_config import LossKind
 def plan_rewards(
     rewards: Float[np.ndarray, "T"], starts: Int[np.ndarray, "k"], discount: float
 ) -> tuple[Float[np.ndarray, "k"], Int[np.ndarray, "k"]]:
-    """(discounted reward, executed steps) of each plan."""
+    """(discounted reward R_i, executed steps L) of each plan."""
     lengths = np.diff(np.append(starts, len(rewards)))
     ages = np.arange(len(rewards)) - np.repeat(starts, lengths)
     return np.add.reduceat(rewards.astype(np.float64) * discount**ages, starts), lengths
@@ -36,7 +36,7 @@ def gae(
     discount: float,
     trace: float,
 ) -> Float[np.ndarray, "k"]:
-    """Advantages of an episode's plans. `after` is the value of what follows the last: 0 where the task ended."""
+    """GAE advantages of an episode's plans. `after`: value after the last plan, 0 if the task ended."""
     found, ahead, following = np.zeros(len(rewards)), 0.0, after
     for i in reversed(range(len(rewards))):
         factor = discount ** int(lengths[i])
@@ -46,7 +46,7 @@ def gae(
 
 
 def standardised(advantages: Sequence[Float[np.ndarray, "_"]]) -> list[Float[np.ndarray, "_"]]:
-    """All plans' advantages with mean 0 and standard deviation 1; where they are all equal, zeros."""
+    """Advantages standardised over all plans; zeros if they are all equal."""
     if not advantages:
         return []
     flat = np.concatenate(advantages)
@@ -59,7 +59,7 @@ def standardised(advantages: Sequence[Float[np.ndarray, "_"]]) -> list[Float[np.
 def clipped_surrogate(
     log_ratio: Float[Array, "B"], advantage: Float[Array, "B"], clip: float
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
-    """(loss, ρ). The exponent is cut off at ±20, which is far beyond any clip."""
+    """(loss, ρ). The log ratio is clipped to ±20, far beyond any clip range."""
     ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage), ratio
 
@@ -74,8 +74,8 @@ def value_loss(
     support: ob.HLGauss | None,
     delta: float,
 ) -> Float[Array, "E B"]:
-    """Each member's loss. Where values are regressed, one that moved further than `clip` from the rollout's has no
-    gradient to move on; a histogram, whose targets are bounded, is not clipped.
+    """Each member's loss. With regression, a value further than `clip` from the rollout's gets no gradient to move
+    further. Histograms are not clipped: their targets are bounded.
     """
     plain = ob.critic_loss(kind, out, target, support=support, delta=delta)
     if kind == "hl_gauss" or clip is None:
@@ -87,7 +87,7 @@ def value_loss(
 def explained_variance(
     value: Float[Array, "B"], target: Float[Array, "B"], share: Float[Array, "B"]
 ) -> Float[Array, ""]:
-    """1 - Var(G - V) / Var(G) over rows of these weights: 1 is perfect, 0 no better than a constant."""
+    """1 - Var(G - V) / Var(G), weighted by `share`: 1 is perfect, 0 no better than a constant."""
 
     def variance(x: Array) -> Array:
         mean = ob.masked_mean(x, share)

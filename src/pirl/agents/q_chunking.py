@@ -1,17 +1,18 @@
-"""Algorithms with Q-chunking's critic, without the actor's loss: `ACRLPD` is one.
+"""Base of algorithms with Q-chunking's critic and a flow policy as actor, such as `ACRLPD`.
 
-A subclass says that: `actor_loss`, and where it needs them, more targets, other candidates, numbers that it adapts. The
-prefix of each observation is encoded once per step; its features serve the critic, its keys and values the N candidates
-and the actor's loss.
+A subclass defines `actor_loss` and, where needed, further targets, weights, candidates and adaptive scalars. The prefix
+of each observation is encoded once per step: its features serve the critic, its keys and values the N candidates and
+the actor's loss.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from pirl.agents import corrections
 from pirl.agents.agent import Agent, Metrics, Parts, TrainState
@@ -25,7 +26,7 @@ from pirl.models.params import Params
 
 
 class ActorPart(NamedTuple):
-    """One part of a batch, as the actor's loss takes it; everything random is drawn beforehand."""
+    """Inputs of the actor's loss for one part of a batch; all random numbers are drawn beforehand."""
 
     observation: Observation
     actions: Float[Array, "B H A"]
@@ -38,87 +39,87 @@ class ActorPart(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The critic's values of the data's chunks and of the policy's, batch first."""
+    """Advantages of the data's chunks and values of the policy's; batch-first."""
 
     members: Float[Array, "B E"]
-    """A = Q(s, a) - V(s), by each critic; V is learned, or mean_n Q(s, a^n)."""
+    """A = Q(s, a) - V(s) by each critic; V is learned, or mean_n Q(s, a^n)."""
     values: Float[Array, "B N"]
-    """Q(s, a^n), by the mean of the ensemble."""
+    """Q(s, a^n), ensemble mean."""
 
     @property
     def advantage(self) -> Float[Array, "B"]:
-        """A, by the mean of the ensemble."""
+        """A, ensemble mean."""
         return self.members.mean(1)
 
 
 class ActorAux(NamedTuple):
-    """Outputs of the actor's pass for the critic and the log; batch axis first."""
+    """Outputs of the actor's forward pass for the critic update and the logs; batch-first."""
 
     inputs: CriticInputs
     candidates: Float[Array, "B N H A"]
     members: Float[Array, "B E"]
-    """The advantage by each critic."""
+    """Advantage by each critic."""
     advantage: Float[Array, "B"]
-    """The one that the actor uses."""
+    """Advantage that the actor uses."""
     spread: Float[Array, "B"]
     """Standard deviation of the candidates' values."""
     weight: Float[Array, "B"]
     flow_loss: Float[Array, "B"]
     logged: Metrics = {}  # noqa: RUF012 - nobody changes it
-    """Other numbers of each row, by the names that their means are logged under."""
+    """Further per-row numbers by metric name; their means are logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QChunking(ChunkCritic):
-    """All random draws are made for the whole batch, so splitting it changes nothing."""
+    """The base class. Random numbers are drawn for the whole batch, so splitting it into parts changes nothing."""
 
     config: QChunkingConfig
     policy_learner: Learner
-    """How the policy's weights learn."""
+    """Optimizer, mask and EMA of the policy's weights."""
     encoder_frozen: bool = False
-    """Does nothing that `policy.encode` reads train? Then one prefix serves a fixed copy of the policy as well."""
+    """Whether all weights that `policy.encode` uses are frozen; a fixed copy of the policy then shares the prefix."""
     flow_steps: int = 0
     """Euler steps when acting; 0: as many as for candidates in training."""
 
     @classmethod
     def build(cls, config: Any, parts: Parts) -> Agent:
-        """The algorithm with these settings."""
+        """Build the algorithm from its settings and parts."""
         return super().build(config, replace(parts, critic=replace(parts.critic, heads=config.heads)))
 
-    # What an actor adds
+    # Defined by subclasses
 
     def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
-        """A plain mean over samples. One prefix pass is to serve candidates, advantages, the flow and the critic."""
+        """(loss, aux). The loss is a plain mean over samples; one prefix pass serves candidates, flow and critic."""
         raise NotImplementedError(f"{type(self).__name__}.actor_loss")
 
     @property
     def compares(self) -> bool:
-        """Does anything compare the chunks in the data with what their states are worth?"""
+        """Whether the update compares the data's chunks with the values of their states."""
         return True
 
     def more_weights(self, policy: Params) -> dict[str, Params]:
-        """Weights that train beside the policy's, in the same way, to begin with: trainable leaves alone."""
+        """Initial weights of further groups (trainable leaves only), trained by `policy_learner`."""
         return {}
 
     @property
     def samples(self) -> bool:
-        """Does anything need the policy's own chunks at s?"""
+        """Whether the update samples policy chunks at s."""
         return self.compares and (self.config.value == "best_of_n" or self.config.calql_weight > 0)
 
     def more_targets(self, policy: Params) -> dict[str, Params]:
-        """Slowly following copies beside the critic's, to begin with."""
+        """Initial target networks besides the critic's."""
         return {}
 
     def followed(self, state: TrainState, policy: Params) -> dict[str, Params]:
-        """Those copies, after a step that made this policy of the state's."""
+        """The targets after a step that produced `policy`."""
         return state.target
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
-        """The numbers that the algorithm adapts, for the next step."""
+        """The adaptive scalars for the next step."""
         return state.scalars
 
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
-        """Metrics of the actor."""
+        """The actor's metrics."""
         return {}
 
     @property
@@ -127,7 +128,7 @@ class QChunking(ChunkCritic):
         return self.flow_steps or self.config.flow_steps
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
+        """A fresh state, with the given policy weights or freshly initialised ones."""
         policy_key, critic_key = jax.random.split(key)
         policy = self.policy.init(policy_key) if policy_params is None else policy_params
         policy, policy_opt = self.policy_learner.init(policy)
@@ -154,7 +155,7 @@ class QChunking(ChunkCritic):
         chunks: Float[Array, "B h A"],
         candidates: Float[Array, "B N H A"],
     ) -> Compared:
-        """The data's chunks against V(s), or the policy's own at s. Where there is neither, against themselves."""
+        """Advantages of the data's chunks over V(s) or over the candidates' mean; zero if there is neither."""
         critic = state.params["critic"]
         embedding = self.critic.embed(critic, inputs)
         of_data = self.values(critic, embedding, chunks[:, None])[..., 0]
@@ -164,27 +165,27 @@ class QChunking(ChunkCritic):
         return Compared((of_data - baseline).swapaxes(0, 1), of_candidates.mean(0))
 
     def raised(self, weight: Array, part: ActorPart) -> Array:
-        """The weight of imitation, one or one per sample; of a person's chunks it is at least `correction_weight`."""
+        """Imitation weights (scalar or per sample), at least `correction_weight` for an operator's chunks."""
         floor = self.config.correction_weight
         if floor is None or part.acted_by is None:
             return weight
         return corrections.raised(jnp.broadcast_to(weight, len(part.actions)), part.acted_by, floor)
 
     def imitated(self, part: ActorPart) -> Float[Array, "B H"]:
-        """The steps to imitate: of a person's chunks not what the policy did after it got the robot back."""
+        """Mask of the steps to imitate; in an operator's chunks it ends when the policy takes over again."""
         return part.valid if part.acted_by is None else corrections.persons_own(part.valid, part.acted_by)
 
     def bc_loss(
         self, params: Params, observation: Observation, actions: Float[Array, "B H A"], valid: Any, draws: flow.Draws
     ) -> Float[Array, ""]:
-        """Plain imitation of the data, for comparison and for monitoring."""
+        """Plain imitation loss on the data, for comparison."""
         error = flow.squared_error(self.policy, params, self.policy.encode(params, observation), actions, draws)
         return flow.chunk_loss(error, valid=valid, dims=self.critic.real_action_dim).mean()
 
     # One step
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """Targets at s', the actor's pass at s, then the critic's updates on the features both left behind."""
+        """Candidates at s', the actor's gradient at s, then the critic's updates on the features of both passes."""
         c, keys = self.config, _named(key)
         part, successor_inputs = self._inputs(batch, keys)
         ahead = state.target.get("policy", state.policy)
@@ -202,10 +203,8 @@ class QChunking(ChunkCritic):
         critic, target, critic_opt, info = self.update_critic(
             state, aux.inputs, aux.candidates, successor, batch, keys["critic"]
         )
-        params, opt = {"critic": critic}, {"critic": critic_opt}
-        for name, gradient in grads.items():
-            learner = self.policy_learner if name == "policy" else replace(self.policy_learner, mask=None)
-            params[name], opt[name] = learner.step(state.params[name], gradient, state.opt[name])
+        params, opt = self.stepped(state, grads)
+        trained = params | {"critic": critic}
         learners = {"policy": self.policy_learner, "critic": self.critic_learner}
         metrics = {
             "actor/loss": loss,
@@ -216,19 +215,32 @@ class QChunking(ChunkCritic):
         new = replace(
             state,
             step=state.step + 1,
-            params=params,
+            params=trained,
             target=self.followed(state, params["policy"]) | {"critic": target},
-            ema={name: learners[name].average(average, params[name]) for name, average in state.ema.items()},
-            opt=opt,
+            ema={name: learners[name].average(average, trained[name]) for name, average in state.ema.items()},
+            opt=opt | {"critic": critic_opt},
             scalars=self.adapted(state, aux),
         )
         return new, metrics
 
-    def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:
-        """What `update` with the same key descends on first, as one number with its parts: total = critic + actor.
+    def stepped(self, state: TrainState, grads: dict[str, Params]) -> tuple[dict[str, Params], dict[str, Any]]:
+        """(weights, optimizer states) of every group but the critic; a policy that holds waits for the critic."""
+        params, opt = {}, {}
+        holds, is_open = self.config.actor_warmup == "hold", self.actor_open(state)
+        for name, gradient in grads.items():
+            learner, old = self.policy_learner, state.params[name]
+            learner = learner if name == "policy" else replace(learner, mask=None)
+            if holds:  # nothing for the moments to remember; schedules go on
+                gradient = jax.tree.map(lambda g: jnp.where(is_open, g, 0), gradient)
+            new, opt[name] = learner.step(old, gradient, state.opt[name])
+            params[name] = jax.tree.map(partial(_once, is_open), new, old) if holds else new
+        return params, opt
 
-        For inspection: `update` takes the two gradients apart. `bc` is plain imitation at the same draws; it is not
-        added: the actor's loss holds its share of it already.
+    def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:
+        """The losses of the first step of `update` with the same key: total = critic + actor, and its parts.
+
+        For inspection; `update` computes the two gradients separately. `bc` is plain imitation at the same draws; it is
+        not part of the sum, because the actor's loss already contains its share.
         """
         keys = _named(key)
         part, successor_inputs = self._inputs(batch, keys)
@@ -244,7 +256,7 @@ class QChunking(ChunkCritic):
         return total, {"critic": temporal, "actor": actor, "bc": aux.flow_loss.mean(), "total": total}
 
     def _inputs(self, batch: Any, keys: dict[str, Array]) -> tuple[ActorPart, tuple[Observation, Array]]:
-        """Observations augmented alike at s and s', and every random number of the step."""
+        """Observations, augmented identically at s and s', and all random numbers of the step."""
         c = self.config
         key = keys["augment"] if c.augment else None
         here, there = (
@@ -276,15 +288,20 @@ class QChunking(ChunkCritic):
     # Acting
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """The critic, where it chooses."""
+        """The critic, if it chooses among candidates."""
         return frozenset({"critic"} if self.candidates_to_act(best_of) > 1 else ())
 
     def plan(
         self, state: TrainState, context: Any, keys: Key[Array, "B"], count: int, steer: flow.Steer | None
     ) -> Float[Array, "B N H A"]:
-        """Plain samples."""
+        """Plain samples of the policy."""
         noise = flow.noise(keys, count, self.policy.horizon, self.policy.action_dim)
         return flow.sample(self.policy, state.policy, context, noise, num_steps=self.acting_steps, steer=steer)
+
+
+def _once(is_open: Bool[Array, ""], new: Array, old: Array) -> Array:
+    """The new one when open; what is frozen is the same array in both, and stays that."""
+    return new if new is old else jnp.where(is_open, new, old)
 
 
 def _named(key: Array) -> dict[str, Array]:

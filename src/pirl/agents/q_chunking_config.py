@@ -1,4 +1,4 @@
-"""Settings of the algorithms with a critic over action chunks. No jax here."""
+"""Settings of the algorithms with a critic over action chunks. Does not import jax."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ candidates of the initial policy. `best_of_n`: not at all; the critic selects at
 CriticRows = Literal["all", "shares"]
 Members = Literal["all", "halves"]
 Value = Literal["best_of_n", "expectile"]
+Waiting = Literal["imitate", "hold"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,8 @@ class ChunkCriticConfig(AgentConfig, Rewards):
     """For this many steps the critic regresses observed (Monte Carlo) returns, then bootstrapped targets, so that its
     values start at the data's. Chunks with unknown returns always bootstrap."""
     actor_warmup_steps: Natural = 0
-    """For this many steps only the critic trains on RL targets. The actor imitates the data; on a frozen policy it
-    stays at its initialisation."""
+    """For this many steps only the critic trains on RL targets. The actor imitates the data (or what `actor_warmup`
+    says); on a frozen policy it stays at its initialisation."""
     gate: Share | None = None
     """The actor uses the critic only while the rank correlation of values and returns on held-out episodes is above
     this and above chance; otherwise it behaves as during `actor_warmup_steps`. None: no gate, only the warm-up."""
@@ -82,12 +83,12 @@ class ChunkCriticConfig(AgentConfig, Rewards):
 
     @property
     def learns_values(self) -> bool:
-        """A critic."""
+        """True: chunk values."""
         return True
 
     @property
     def chooses(self) -> bool:
-        """By its critic."""
+        """True: by its critic."""
         return True
 
     @property
@@ -96,12 +97,12 @@ class ChunkCriticConfig(AgentConfig, Rewards):
         return self.critic_ema_decay
 
     def small(self) -> "ChunkCriticConfig":
-        """No warm-up of the actor."""
+        """Almost no warm-up, and no gate."""
         small = replace(self, accumulate=min(self.parts, 2), gate=None, mc_steps=min(self.mc_steps, 2))
         return replace(small, actor_warmup_steps=min(self.actor_warmup_steps, 2))
 
     def reward_range(self, run: Any) -> RewardRange | None:
-        """As configured; without `clip_targets`, regression clips nothing."""
+        """The configured rewards; None if targets are not clipped (regression without `clip_targets`)."""
         clips = self.clip_targets or run.critic.loss == "hl_gauss"
         return RewardRange(self.reward_low, self.reward_high, self.reward_once) if clips else None
 
@@ -167,13 +168,16 @@ class QChunkingConfig(ChunkCriticConfig):
     """Distribution of flow times: OpenPI's (beta) or Q-chunking's (uniform)."""
     policy_ema_decay: Decay | None = 0.999
     """EMA decay of the policy, for acting, targets and checkpoints; None turns it off."""
+    actor_warmup: Waiting = "imitate"
+    """What the policy does during `actor_warmup_steps` and while the gate is shut. `imitate`: clones the data. `hold`:
+    keeps its weights, for a policy that is better than the data: cloning would undo earlier RL."""
     correction_weight: NotNegative | None = None
     """Lower bound on the imitation weight of chunks that an operator chose in place of the policy; the mean weight is
     1. None: corrections are ordinary data."""
 
     @property
     def heeds_corrections(self) -> bool:
-        """If they have their own weight."""
+        """Whether `correction_weight` is set."""
         return self.correction_weight is not None
 
     @property
@@ -217,19 +221,19 @@ class ACRLPDConfig(QChunkingConfig):
 
     @property
     def halved(self) -> bool:
-        """If the actor uses agreement."""
+        """Whether each critic trains on half of the episodes: only if the actor, `awr`, uses agreement."""
         return super().halved and self.actor == "awr"
 
     @property
     def only_chooses(self) -> bool:
-        """If the actor ignores the critic."""
+        """Whether the actor ignores the critic."""
         return self.actor == "best_of_n"
 
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, discount, update-to-data ratio, and the actor's own settings."""
         learns = not self.only_chooses
         yield ("pi0_lr", around(run.policy_schedule)) if learns else ("critic_lr", around(run.critic_schedule))
-        # A discount is felt by its distance to 1: half and twice the time it looks ahead.
+        # Vary 1 - discount: half and twice the effective horizon.
         discounts = (round(1 - share * (1 - self.discount), 4) for share in (2.0, 1.0, 0.5))
         yield "agent.discount", Choice(values=tuple(discount for discount in discounts if discount > 0))
         yield "agent.critic_updates", Choice(values=(1, 2, 4))

@@ -4,10 +4,10 @@
     student   min E[α ‖μ(s, z) - flow(s, z)‖² - λ_Q Q(s, μ(s, z))]        z ~ N(0, 1);  λ_Q = 1/mean|Q|, or 1
               μ(s, z) = z - v_μ(z, 1 | s)
 
-The flow takes all its Euler steps from z, the student a single one: its weights are a second copy of the policy's, so
-a checkpoint is a plain π₀ that is sampled with `num_steps=1`. The student is the policy: it acts, it is averaged and
-served, and targets take its chunks at s'. The gradient of Q comes through the chunk alone. Frozen leaves exist
-once, in the student.
+The flow takes all its Euler steps from z, the student a single one. The student's weights are a second copy of the
+policy's, so a checkpoint is a plain π₀ that is sampled with `num_steps=1`. The student is the policy: it acts, has the
+EMA and is served, and targets use its chunks at s'. Q's gradient reaches it through the chunk alone. Frozen leaves
+exist once, in the student.
 """
 
 from dataclasses import dataclass
@@ -25,42 +25,42 @@ from pirl.models.critic import CriticInputs
 from pirl.models.params import Params
 
 RATE = 0.1
-"""How far the mean size of the student's values moves towards that of the latest batch."""
+"""Rate at which the running mean |Q| of the student's chunks follows the latest batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QCFQL(QChunking):
-    """The critic and everything but the actor is `QChunking`. The group `policy` is the student's."""
+    """`QChunking` with QC-FQL's actor. The group `policy` holds the student, `flow` the flow."""
 
     config: QCFQLConfig
 
     @property
     def acting_steps(self) -> int:
-        """The student's one."""
+        """1: the student's Euler steps."""
         return 1
 
     @property
     def samples(self) -> bool:
-        """The student's chunks at s are what it learns by, whatever states are valued by."""
+        """Always: the student's loss needs its own chunks at s."""
         return True
 
     def more_weights(self, policy: Params) -> dict[str, Params]:
-        """The flow's."""
+        """The flow's trainable leaves, initialised from the policy."""
         return {"flow": jax.tree.map(jnp.copy, self.policy_learner.split(policy)[0])}
 
     def imitator(self, state: TrainState) -> Params | None:
-        """The flow; a checkpoint that acts has the student alone."""
+        """The flow's weights; None for a checkpoint loaded to act, which holds the student alone."""
         if "flow" not in state.params:
             return None
         return self.policy_learner.join(state.params["flow"], self.policy_learner.split(state.params["policy"])[1])
 
     def scalars(self) -> dict[str, Array]:
-        """The mean size of the student's values."""
+        """The running mean |Q| of the student's chunks, initially the width of the value range."""
         low, high = self.value_range
         return super().scalars() | {"q_size": jnp.float32(high - low)}
 
     def actor_loss(self, params: Params, state: TrainState, part: ActorPart) -> tuple[Float[Array, ""], ActorAux]:
-        """Both networks' losses; `params` are the student's, the flow's are in the state."""
+        """The sum of both networks' losses; `params` are the student's, the flow's are in `state`."""
         c, dims = self.config, self.critic.real_action_dim
         flowing = self.policy_learner.join(state.params["flow"], self.policy_learner.split(params)[1])
         context = self.policy.encode(params, part.observation)
@@ -91,11 +91,11 @@ class QCFQL(QChunking):
         return jax.lax.stop_gradient(flow.sample(self.policy, params, context, noise, num_steps=1))
 
     def adapted(self, state: TrainState, aux: ActorAux) -> dict[str, Array]:
-        """Move the size of the values towards that of this batch; the next step uses it."""
+        """Update the running mean |Q| from this batch, for the next step."""
         (low, high), known = self.value_range, state.scalars["q_size"]
         latest = (1 - RATE) * known + RATE * aux.logged["actor/q_size"].mean()
         return state.scalars | {"q_size": jnp.maximum(latest, 1e-3 * (high - low))}
 
     def actor_metrics(self, state: TrainState, aux: ActorAux) -> Metrics:
-        """The data against the student."""
+        """The advantage of the data's chunks over the student's."""
         return {"actor/advantage": aux.advantage.mean()}

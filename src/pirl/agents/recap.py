@@ -7,10 +7,10 @@ conditioned on the label.
     policy      min E[(1 - p) ‖v(x_t, t | s, I) - u‖² + p ‖v(x_t, t | s) - u‖²]
     acting      v(· | s, I = 1), or with guidance g: v(· | s) + g (v(· | s, 1) - v(· | s))
 
-Failures define what "not better" looks like; no loss has a negative weight. The indicator is a learned vector, and the
-checkpoint holds the policy told "better" (`condition.py`); or it is words in the prompt, as in the paper. OpenPI serves
-both unchanged. The prefix of each observation is encoded once per step, with words twice: values read the instruction
-alone.
+Failures define what "not better" looks like; no loss has a negative weight. The indicator is a learned vector, which is
+folded into the served weights as "better" (`condition.py`), or words in the prompt, as in the paper. OpenPI serves both
+unchanged. The prefix of each observation is encoded once per step; with words twice, because values read the
+instruction without the label.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from pirl.models.policy import FlowPolicy
 
 
 class Part(NamedTuple):
-    """One part of a batch, as the policy's loss takes it; everything random is drawn beforehand."""
+    """Inputs of the policy's loss for one part of a batch; all random numbers are drawn beforehand."""
 
     observation: Observation
     actions: Float[Array, "B H A"]
@@ -47,13 +47,13 @@ class Part(NamedTuple):
     quantile: Float[Array, "B"]
     """q of each row's task."""
     rows: dict[str, Any]
-    """The columns of the batch that say what a row is: `episode` and, where they count, `task_steps` and `acted_by`;
-    `suffixed_prompts`, "positive" first.
+    """Further columns of the batch: `episode` and, as configured, `task_steps`, `acted_by` and `suffixed_prompts`
+    ("positive" first).
     """
 
 
 class Aux(NamedTuple):
-    """Outputs of the policy's pass for the value and the log; batch axis first."""
+    """Outputs of the policy's forward pass for the value update and the logs; batch-first."""
 
     inputs: CriticInputs
     advantage: Float[Array, "B"]
@@ -64,11 +64,11 @@ class Aux(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RECAP(Agent):
-    """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
+    """The algorithm. Random numbers are drawn for the whole batch, so splitting it into parts changes nothing."""
 
     policy: FlowPolicy
     critic: Critic
-    """Its value of an all-zero chunk is V(s): the same network, with an uninformative chunk."""
+    """V(s) is its value of an all-zero chunk."""
     config: RECAPConfig
     policy_learner: Learner
     critic_learner: Learner
@@ -81,7 +81,7 @@ class RECAP(Agent):
         return FoldValue(critic=self.critic, config=self.config)
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
+        """A fresh state, with the given policy weights or freshly initialised ones."""
         policy_key, critic_key = jax.random.split(key)
         policy, policy_opt = self.policy_learner.init(
             self.policy.init(policy_key) if policy_params is None else policy_params
@@ -106,7 +106,7 @@ class RECAP(Agent):
     def policy_loss(
         self, groups: dict[str, Params], frozen: Params, critic: Params, state: TrainState, part: Part
     ) -> tuple[Float[Array, ""], Aux]:
-        """The conditional and the unconditional flow loss, at the same draws."""
+        """(loss, aux): the conditional and the unconditional flow loss, at the same draws."""
         c, policy = self.config, self.policy_learner.join(groups["policy"], frozen)
         context = self.policy.encode(policy, part.observation)
         inputs = CriticInputs.of(jax.lax.stop_gradient(context))
@@ -132,12 +132,12 @@ class RECAP(Agent):
         return loss.mean(), jax.lax.stop_gradient(Aux(inputs, advantage, better, told, untold))
 
     def better(self, advantage: Float[Array, "B"], part: Part) -> Bool[Array, "B"]:
-        """The indicator: from the value, or from corrections and takeovers."""
+        """The indicator: A > q, overridden by corrections and takeovers."""
         better, acted_by = advantage > part.quantile, part.rows.get("acted_by")
         return better if acted_by is None else corrections.judged(better, acted_by)
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """Values at s_{t+L}, the policy's pass at s, then the value's step on the features that pass left behind."""
+        """Values at s_{t+L}, the policy's gradient at s, then the value's step on the features of that pass."""
         c, critic = self.config, state.params["critic"]
         augment_key, noise_key, time_key = jax.random.split(key, 3)
         here, there = (
@@ -193,18 +193,18 @@ class RECAP(Agent):
     # Acting
 
     def served(self, state: TrainState) -> Params:
-        """The policy conditioned on "better than usual", as a plain one; with text it is one already."""
+        """The policy conditioned on "better than usual", as plain weights; with text the policy itself."""
         told = state.ema.get("condition", state.params.get("condition"))
         return state.policy if told is None else condition.folded(self.policy, state.policy, told["better"])
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """Guidance mixes two branches; the served weights are only one of them."""
+        """Policy and condition if guidance mixes two branches, because the served weights hold only one."""
         return frozenset(() if self.config.guidance == 1 else ("policy", "condition"))
 
     def q_values(
         self, state: TrainState, observation: Observation, chunks: Float[Array, "B N H A"]
     ) -> Float[Array, "E B N"]:
-        """V(s) for every chunk: it does not look at them."""
+        """V(s) for every chunk: the value does not depend on chunks."""
         inputs = CriticInputs.of(self.policy.encode(state.policy, observation))
         value = self.value.of(state.params["critic"], inputs)
         return jnp.broadcast_to(value[..., None], (*value.shape, chunks.shape[1]))
@@ -229,14 +229,14 @@ class RECAP(Agent):
 
     @property
     def _read(self) -> tuple[str, ...]:
-        """The columns of `Part.rows`."""
+        """Names of the columns in `Part.rows`."""
         c = self.config
         asked = {"task_steps": c.per_task, "acted_by": c.heed_corrections, "suffixed_prompts": c.condition == "text"}
         return ("episode", *(name for name, wanted in asked.items() if wanted))
 
     @property
     def _learners(self) -> dict[str, Learner]:
-        """How each group learns."""
+        """The learner of each group."""
         c, critics = self.config, self.critic_learner
         faster = optax.chain(self.policy_learner.tx, optax.scale(c.condition_rate))
         return {

@@ -1,9 +1,9 @@
 """RIPT (arXiv 2505.17016) on a flow policy: several rollouts of one initial state, each compared with the others.
 
-The loop rolls the groups out; `prepare` says which of them teach something and each rollout's advantage, `update` is
-one minibatch. A row is one chunk that the policy chose in a rollout, with the advantage of that rollout. The losses are
-in `flow_objectives`, behind one switch. Most need v_old, the field of the policy that rolled out: the first minibatch
-of an iteration (`fresh`) takes it from the acting weights before the update, and the state keeps it for the others.
+The loop collects the groups; `prepare` selects the useful ones and computes each rollout's advantage; `update` trains
+on one minibatch. A row is one chunk that the policy planned in a rollout, with that rollout's advantage. The losses are
+in `flow_objectives`, selected by `config.loss`. Most need v_old, the velocity field of the rollout policy: the first
+minibatch of an iteration (`fresh`) copies it from the acting weights before the update, and the state keeps it.
 """
 
 from collections.abc import Mapping
@@ -32,25 +32,25 @@ from pirl.records import BatchSizes, BatchSpec, Spec
 
 
 class Rows(NamedTuple):
-    """Chunks of rollouts, as the loss takes them; everything random is drawn beforehand."""
+    """Inputs of the loss: chunks of rollouts; all random numbers are drawn beforehand."""
 
     observation: Observation
     actions: Float[Array, "B H A"]
     executed: Float[Array, "B H"]
     advantage: Float[Array, "B"]
-    """Weight of each row in the loss: `flow_objectives.row_weights`."""
+    """The advantage after `flow_objectives.row_weights`."""
     share: Float[Array, "B"]
-    """Mean 1 over the batch, 0 for rows that only fill it up."""
+    """Row weights: mean 1 over the batch, 0 for padding rows."""
     draws: flow.Draws
 
 
 @dataclass(frozen=True, kw_only=True)
 class RIPT(OwnRollouts):
-    """The algorithm. All random draws are made for the whole batch, so splitting it changes nothing."""
+    """The algorithm. Random numbers are drawn for the whole batch, so splitting it into parts changes nothing."""
 
     config: RIPTConfig
     policy_learner: Learner
-    """How the policy's weights learn; those of `cfg`'s condition learn alike."""
+    """Optimizer, mask and EMA of the policy's weights, and of `cfg`'s condition (without the mask)."""
 
     def __post_init__(self) -> None:
         if self.config.loss == "cfg" and not isinstance(self.policy, Conditionable):
@@ -60,13 +60,13 @@ class RIPT(OwnRollouts):
             )
 
     def columns(self, sizes: BatchSizes) -> BatchSpec:
-        """The share of groups that were not rejected."""
+        """`acceptance`: the share of groups with unequal rewards."""
         return {"acceptance": Spec((sizes.batch,), "float32")}
 
     # An iteration
 
     def prepare(self, rewards: Float[np.ndarray, "G K"]) -> Lesson:
-        """Leave-one-out advantages of the groups with mixed outcomes; in the others all advantages are zero."""
+        """Advantages of the groups with mixed outcomes (or of all groups, by `accept`)."""
         telling = fo.accepted(rewards)
         learned = np.ones_like(telling) if self.config.accept == "all" else telling
         chosen = np.flatnonzero(learned)[: self.config.groups_per_iteration]
@@ -77,11 +77,11 @@ class RIPT(OwnRollouts):
         )
 
     def moved_far(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the velocities are further from those of the policy that rolled out than `drift_limit`."""
+        """Whether `ript/drift`, the distance of the velocities to the rollout policy's, exceeds `drift_limit`."""
         return self.config.drift_limit is not None and float(metrics["ript/drift"]) > self.config.drift_limit
 
     def init(self, key: Array, policy_params: Params | None = None) -> TrainState:
-        """A fresh state, around given policy weights where there are some."""
+        """A fresh state, with the given policy weights or freshly initialised ones."""
         policy, policy_opt = self.policy_learner.init(self.policy.init(key) if policy_params is None else policy_params)
         params, opt = {"policy": policy}, {"policy": policy_opt}
         if self.config.loss == "cfg":
@@ -99,21 +99,21 @@ class RIPT(OwnRollouts):
         )
 
     def served(self, state: TrainState) -> Params | None:
-        """With `cfg`, the conditional policy as a plain one: served by OpenPI it acts like guidance 1."""
+        """With `cfg`, the conditional policy as plain weights, which OpenPI serves with guidance 1."""
         return self.inference_params(state) if self.config.loss == "cfg" else None
 
     def acting_groups(self, best_of: int | None = None) -> frozenset[str]:
-        """Guidance mixes two branches; the served weights are only one of them."""
+        """Policy and condition if guidance mixes two branches, because the served weights hold only one."""
         return frozenset(() if self.config.guidance == 1 else ("policy", "condition"))
 
     def inference_params(self, state: TrainState) -> Params:
-        """The weights that act, as a plain policy: `cfg`'s condition is part of the bias it is added to."""
+        """The acting weights as a plain policy, with `cfg`'s condition folded into its bias."""
         return self._folded({name: state.ema.get(name, params) for name, params in state.params.items()})
 
     # One step
 
     def losses(self, params: dict[str, Params], old: dict[str, Params], rows: Rows) -> Metrics:
-        """Each row's loss, and with it what is worth logging. `params` and `old` are whole trees by group."""
+        """Per-row metrics, among them the loss `ript/loss`. `params` and `old` are whole trees by group."""
         c, dims = self.config, self.real_action_dim
         context = self.policy.encode(params["policy"], rows.observation)
         fixed = jax.lax.stop_gradient(context)
@@ -131,15 +131,15 @@ class RIPT(OwnRollouts):
         drift = flow.chunk_loss(jnp.square(jax.lax.stop_gradient(v) - v_old), dims=dims)
         logged = {"ript/flow_loss": imitation, "ript/drift": drift}
         if c.loss == "nft":
-            # Sums over steps, all divided by the same number: a step counts the same in every chunk, and its two
-            # terms keep their proportion however few steps were executed.
+            # Sums over steps divided by a constant, not by the executed steps: every step has the same weight in every
+            # chunk, and its two terms keep their proportion.
             per_step = rows.advantage[:, None] * rows.executed
             loss = flow.chunk_loss(fo.nft_loss(v, v_old, u, per_step, c.nft_beta), dims=dims)
         elif c.loss == "fpo":
             loss, logged["ript/ratio"] = fo.fpo_loss(imitation, flow_loss(v_old), rows.advantage, c.fpo_clip)
             logged["ript/ratio_clipped"] = (jnp.abs(logged["ript/ratio"] - 1) > c.fpo_clip).astype(jnp.float32)
         elif c.loss == "cfg":
-            # The label's dropout in expectation, at the same draws: no sample is spent on one branch alone.
+            # Label dropout in expectation, at the same draws: every sample trains both branches.
             unconditional = flow_loss(field(params["policy"], context))
             loss = (1 - c.condition_dropout) * rows.advantage * imitation + c.condition_dropout * unconditional
         else:
@@ -147,12 +147,12 @@ class RIPT(OwnRollouts):
         return logged | {"ript/loss": loss}
 
     def update(self, state: TrainState, batch: Any, key: Array) -> tuple[TrainState, Metrics]:
-        """One minibatch: rows of rollouts, and demonstrations where `bc_weight` asks for them.
+        """One minibatch of rollout rows and, with `bc_weight`, demonstrations.
 
-        A batch has `observations`, `actions` (chunks as the policy meant them), `executed` (1 for steps that were),
-        `advantage`, `weight` (how much a row counts, 0 for rows that fill up the batch) and `fresh` (1 in the first
-        minibatch of an iteration; a number, or one per row). Optional: `acceptance`, the share of groups that were not
-        rejected (likewise), and `demos` with `observations`, `actions` and `valid`.
+        A batch has `observations`, `actions` (planned chunks), `executed` (1 for executed steps), `advantage`, `weight`
+        (row weight, 0 for padding) and `fresh` (1 in the first minibatch of an iteration; a scalar or one per row).
+        Optional: `acceptance`, the share of groups with unequal rewards (scalar or per row), and `demos` with
+        `observations`, `actions` and `valid`.
         """
         acting = {name: state.ema.get(name, params) for name, params in state.params.items()}
         acting["policy"] = self.policy_learner.split(acting["policy"])[0]
@@ -182,9 +182,9 @@ class RIPT(OwnRollouts):
         return new, self._metrics(logged, rows) | {"ript/grad_norm": optax.tree.norm(grads)}
 
     def _rows(self, batch: Any, key: Array) -> Rows:
-        """Inputs of the losses, with all random numbers of the step."""
+        """The losses' inputs, with all random numbers of the step."""
         c, counted = self.config, jnp.asarray(batch["weight"])
-        # A row that does not count may hold anything as its advantage.
+        # Padding rows may hold anything as their advantage.
         advantage = jnp.where(counted > 0, batch["advantage"], 0.0)
         observation, draws = self.drawn(batch, key)
         return Rows(
@@ -226,7 +226,7 @@ class RIPT(OwnRollouts):
         steer: flow.Steer | None = None,
         guidance: float | None = None,
     ) -> Float[Array, "B H A"]:
-        """One chunk per observation by plain sampling; `cfg` with the configured guidance, or with another."""
+        """One chunk per observation by plain sampling; with `cfg`, `guidance` overrides the configured scale."""
         scale = self.config.guidance if guidance is None else guidance
         if scale != 1 and self.config.loss != "cfg":
             raise ConfigError(f"guidance {scale} with loss {self.config.loss!r}", hint="only `cfg` has two branches")
@@ -244,7 +244,7 @@ class RIPT(OwnRollouts):
         return replace(self.policy_learner, mask=None)
 
     def _folded(self, params: dict[str, Params]) -> Params:
-        """The policy's weights with its condition, if there is one, added to the bias it belongs to."""
+        """The policy's weights, with the condition (if any) added to its bias."""
         if "condition" not in params:
             return params["policy"]
         return condition.folded(self.policy, params["policy"], params["condition"]["embedding"])

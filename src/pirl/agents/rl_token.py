@@ -2,11 +2,11 @@
 
     token      z(s): learned queries on the policy's prefix, taught by the critic's loss
     edit       a = ã + δ,  δ = limit · tanh(π(z, state, ã)),      ã ~ π₀(s)
-    critic     Q(s, a) over chunks, from the data, with a' = ã' + δ̄(s', ã') + noise,  ã' ~ π₀(s'),  δ̄: slowly following
+    critic     Q(s, a) over chunks, from the data, with a' = ã' + δ̄(s', ã') + noise,  ã' ~ π₀(s'),  δ̄: target actor
     actor      min E[-Q(s, ã + δ) / range + β mean δ²]            TD3+BC (arXiv 2106.06860), towards the reference
 
-In a share of the samples the actor is shown zeros instead of ã: what it learns to do must be seen in the token, or it
-would copy. It edits what the critic scores: the first `critic_horizon` steps, and the robot's dimensions.
+In a share of the samples the actor sees zeros instead of ã, so that it must use the token and not just copy. It edits
+what the critic scores: the first `critic_horizon` steps and the robot's real dimensions.
 """
 
 from dataclasses import dataclass
@@ -30,22 +30,22 @@ class Draws(NamedTuple):
     """Random numbers for N chunks per observation."""
 
     flow: Float[Array, "B N H A"]
-    """Initial noise of the policy's chunks."""
+    """Initial noise of the policy's flow."""
     edit: Float[Array, "B N H A"]
     """Noise on the edits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLToken(FrozenPolicy):
-    """Acts by one edited chunk; of several, the critic's choice."""
+    """Acts with an edited chunk of the frozen policy, or the critic's best of several."""
 
     config: RLTokenConfig
     flow_steps: int = 0
-    """Euler steps when acting; 0: as many as in training."""
+    """Euler steps when acting; 0: as in training."""
 
     @classmethod
     def build(cls, config: RLTokenConfig, parts: Parts) -> "RLToken":
-        """The algorithm with these settings."""
+        """Build the algorithm from its settings and parts."""
         critic = parts.critic
         return cls(
             **cls.shared(config, parts),
@@ -59,7 +59,7 @@ class RLToken(FrozenPolicy):
         )
 
     def more_targets(self, actor: Params) -> dict[str, Params]:
-        """The actor's, for targets."""
+        """The target actor δ̄."""
         return {"actor": copied(actor)}
 
     # The edit
@@ -72,7 +72,7 @@ class RLToken(FrozenPolicy):
         references: Float[Array, "B N H A"],
         dropped: Bool[Array, "B N"] | None = None,
     ) -> Float[Array, "B N h a"]:
-        """δ of each reference chunk; where it is dropped, the actor does not see it."""
+        """δ for each reference chunk; the actor sees zeros instead of dropped ones."""
         shown = references if dropped is None else jnp.where(dropped[..., None, None], 0.0, references)
         return self.config.edit_limit * jnp.tanh(self.actor(actor, token, state, shown)[..., 0])
 
@@ -81,39 +81,39 @@ class RLToken(FrozenPolicy):
         return references.at[:, :, : edits.shape[2], : edits.shape[3]].add(edits)
 
     def noisy(self, edits: Float[Array, "B N h a"], noise: Float[Array, "B N H A"]) -> Float[Array, "B N h a"]:
-        """Edits as they are when it explores: they stay within the limit."""
+        """Edits with exploration noise, clipped to the limit."""
         limit, cut = self.config.edit_limit, noise[:, :, : edits.shape[2], : edits.shape[3]]
         return jnp.clip(edits + self.config.exploration * cut, -limit, limit)
 
-    # What it proposes
+    # Proposals
 
     def draw(self, key: Array, shape: tuple[int, int, int, int]) -> Draws:
-        """Noise of the flow, and of the edits."""
+        """Initial noise of the flow, and noise of the edits."""
         flow_key, edit_key = jax.random.split(key)
         return Draws(jax.random.normal(flow_key, shape), jax.random.normal(edit_key, shape))
 
     def ahead(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Float[Array, "B N H A"]:
-        """The policy's chunks, edited by the slowly following actor, with noise."""
+        """The policy's chunks at s', edited by the target actor with noise."""
         references = self.sampled(state.policy, context, draws.flow)
         edits = self.edits(state.target["actor"], self.token(state, inputs), inputs.state, references)
-        return self.edited(references, self.noisy(edits, draws.edit))
+        return self.acts(state, self.edited(references, self.noisy(edits, draws.edit)), references)
 
     def propose(self, state: TrainState, context: Any, inputs: CriticInputs, draws: Draws) -> Proposal:
-        """The policy's chunks."""
+        """The policy's chunks at s, unedited."""
         references = self.sampled(state.policy, context, draws.flow)
         return Proposal(inputs, self.token(state, inputs), references, draws.flow)
 
     def done(self, state: TrainState, proposal: Proposal) -> Float[Array, "B N H A"]:
-        """The edited ones."""
+        """The proposal's chunks, edited by the actor."""
         edits = self.edits(state.params["actor"], proposal.token, proposal.inputs.state, proposal.chunks)
-        return jax.lax.stop_gradient(self.edited(proposal.chunks, edits))
+        return jax.lax.stop_gradient(self.acts(state, self.edited(proposal.chunks, edits), proposal.chunks))
 
-    # What it learns
+    # Learning
 
     def actor_loss(
         self, actor: Params, critic: Params, proposal: Proposal, dropped: Bool[Array, "B N"]
     ) -> tuple[Float[Array, ""], tuple[Array, Array]]:
-        """-Q(s, ã + δ) / range + β mean δ²; and Q, and mean δ²."""
+        """(-Q(s, ã + δ) / range + β mean δ², (Q, mean δ²))."""
         low, high = self.value_range
         edits = self.edits(actor, proposal.token, proposal.inputs.state, proposal.chunks, dropped)
         embedding = self.critic.embed(critic, proposal.inputs)
@@ -137,7 +137,7 @@ class RLToken(FrozenPolicy):
     def plan(
         self, state: TrainState, context: Any, keys: Key[Array, "B"], count: int, steer: flow.Steer | None
     ) -> Float[Array, "B N H A"]:
-        """The policy's chunks, edited."""
+        """The policy's chunks, edited by the actor."""
         inputs, sizes = CriticInputs.of(context), (count, self.policy.horizon, self.policy.action_dim)
         steps = self.flow_steps or self.config.flow_steps
         references = flow.sample(
@@ -146,4 +146,4 @@ class RLToken(FrozenPolicy):
         edits = self.edits(state.params["actor"], self.token(state, inputs), inputs.state, references)
         if self.exploring:
             edits = self.noisy(edits, flow.noise(jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys), *sizes))
-        return self.edited(references, edits)
+        return self.acts(state, self.edited(references, edits), references)

@@ -1,4 +1,4 @@
-"""Settings of the algorithms that train on groups of their own rollouts. No jax here."""
+"""Settings of the algorithms that train on groups of their own rollouts. Does not import jax."""
 
 import warnings
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class OwnRolloutsConfig(AgentConfig):
 
     @property
     def uses_dataset(self) -> bool:
-        """Only with an imitation loss on demonstrations."""
+        """Whether there is an imitation loss on demonstrations."""
         return self.bc_weight > 0
 
     def small(self) -> "OwnRolloutsConfig":
@@ -123,7 +123,7 @@ class RIPTConfig(OwnRolloutsConfig):
 
     @property
     def guided(self) -> bool:
-        """With the loss `cfg`."""
+        """True for the loss `cfg`."""
         return self.loss == "cfg"
 
     @property
@@ -156,7 +156,7 @@ class RIPTConfig(OwnRolloutsConfig):
     def search(self, run: Any) -> Iterator[tuple[str, Item]]:
         """Learning rate, passes, and the loss's own setting."""
         yield "pi0_lr", around(run.policy_schedule)
-        if self.loss != "raw":  # which is a gradient for the first pass only
+        if self.loss != "raw":  # valid for the first pass only
             yield "agent.epochs", Choice(values=(1, 2, 4))
         yield "agent.drift_limit", Choice(values=(0.005, 0.01, 0.02, 0.05))
         yield "agent.advantage", Choice(values=("rloo", "std"))
@@ -170,7 +170,7 @@ class RIPTConfig(OwnRolloutsConfig):
             yield own[self.loss]
 
     def _raw(self) -> None:
-        """The flow loss of a bad rollout, times a negative number, has no minimum."""
+        """Check `raw`, whose loss is unbounded below for bad rollouts."""
         if self.epochs > 1:
             raise ConfigError(
                 f"loss 'raw' with {self.epochs} epochs: the loss of bad rollouts is unbounded below",

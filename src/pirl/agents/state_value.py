@@ -1,4 +1,4 @@
-"""A state value from a chunk critic: the value of an all-zero chunk."""
+"""A state value from a chunk critic: V(s) is its value of an all-zero chunk."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from pirl.models.params import Params
 
 @dataclass(frozen=True, kw_only=True)
 class StateValue:
-    """V(s), learned from targets as PPO does."""
+    """V(s), trained on targets as in PPO."""
 
     critic: Critic
     low: float
@@ -23,21 +23,21 @@ class StateValue:
     high: float
     """Largest possible return."""
     clip: float | None
-    """How far a value that is regressed may leave the rollout's; None does not clip."""
+    """Clip range of a regressed value around the rollout's; None does not clip."""
 
     @property
     def bounded(self) -> bool:
-        """Whether returns beyond `low` and `high` cannot be learned."""
+        """Whether values are limited to [low, high], as with a histogram."""
         return self.critic.config.loss == "hl_gauss"
 
     @property
     def support(self) -> ob.HLGauss | None:
-        """The histogram that values are read from, for critics that have one."""
+        """The histogram's support; None for critics that regress."""
         sizes = self.critic.config
         return ob.HLGauss(self.low, self.high, sizes.bins, sizes.sigma_ratio) if self.bounded else None
 
     def of(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B"]:
-        """Every member's V(s)."""
+        """V(s) by each ensemble member."""
         return ob.critic_value(self.critic.config.loss, outputs(self.critic, params, inputs), self.support)
 
     def gradient(
@@ -48,9 +48,7 @@ class StateValue:
         before: Float[Array, "B"],
         share: Float[Array, "B"],
     ) -> tuple[Params, Metrics]:
-        """The gradient of its loss, and what is worth logging. `before` is what it said when the policy rolled out,
-        `share` how much a row counts, 1 on average.
-        """
+        """(gradient of the value loss, metrics). `before`: the values at rollout time; `share`: row weights, mean 1."""
         sizes = self.critic.config
         target, before = (jnp.where(share > 0, x, 0.0) for x in (target, before))
 
@@ -71,6 +69,6 @@ class StateValue:
 
 
 def outputs(critic: Critic, params: Params, inputs: CriticInputs) -> Float[Array, "E B *bins"]:
-    """The critic's outputs for the chunk of zeros."""
+    """The critic's raw outputs for an all-zero chunk."""
     nothing = jnp.zeros((len(inputs.state), 1, critic.critic_horizon, critic.real_action_dim))
     return critic.score(params, critic.embed(params, inputs), nothing)[:, :, 0]

@@ -2,8 +2,8 @@
 
     cd checkpoints/my_recipe/my_run/20000 && sha256sum -c extra/checksums.sha256
 
-Written before the step gets its name, so a complete step has them; an export has them too. Steps of OpenPI and of pirl
-0.1 have none: of those only the index is checked. `extra.json` may be amended later and carries its own.
+Written before a step is renamed into place, so every complete step has them; exports, too. Steps of OpenPI and of pirl
+0.1 have none; for those only the index is checked. `extra.json` may be amended later and contains its own checksum.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _OWN_SUM = "sha256"
 
 
 def seal(folder: Path, file: str = IN_STEP) -> None:
-    """Write the checksums of a folder that is complete but has no name yet, and put all of it on disk."""
+    """Write the checksums of a finished folder before it is renamed into place, and fsync everything in it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in files]
     summed = [name for name in names if name not in _CHANGED_LATER and not name.endswith(_MARKER)]
@@ -42,12 +42,12 @@ def seal(folder: Path, file: str = IN_STEP) -> None:
 
 
 def write_checksums(file: Path, sums: Mapping[str, str]) -> None:
-    """As `sha256sum` does."""
+    """Write checksums in the format of `sha256sum`."""
     write_text(file, "".join(f"{text}  {name}\n" for name, text in sums.items()))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """File -> SHA-256 of a step or an export; empty where none were written."""
+    """File -> SHA-256 of a step or an export; empty if it has none."""
     file = next((folder / name for name in (IN_STEP, CHECKSUMS_FILE) if (folder / name).is_file()), None)
     if file is None:
         return {}
@@ -62,7 +62,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, *items: str) -> list[str]:
-    """The files of a folder (or of some of its items) that are not as they were written."""
+    """Files of a folder (or of some of its items) that are missing or changed, each with the problem."""
     expected = read_checksums(folder)
     names = [name for name in expected if not items or name.split("/")[0] in items]
 
@@ -79,7 +79,7 @@ def changed_files(folder: Path, *items: str) -> list[str]:
 
 
 def damage(folder: Path, *, contents: bool = True) -> str:
-    """What is wrong with the files of a step; empty for one that is whole. Without `contents` nothing large is read."""
+    """The problem with a step's files; empty if it is intact. contents=False skips the checksums of large files."""
     try:
         sealed = read_checksums(folder)
         for item in (PARAMS_ITEM, TRAIN_STATE_ITEM):
@@ -96,7 +96,7 @@ def damage(folder: Path, *, contents: bool = True) -> str:
 
 
 def damaged_step(folder: Path, reason: str) -> CheckpointError:
-    """The error of a step that is not whole, with the newest earlier one that is."""
+    """The error for a damaged step; its hint names the newest intact earlier step."""
     run, number = folder.parent, folder.name
     if not number.isdecimal():
         return CheckpointError(f"{folder} is damaged: {reason}", hint=_HINT)
@@ -113,10 +113,7 @@ def damaged_step(folder: Path, reason: str) -> CheckpointError:
 
 @contextmanager
 def verifying(folder: Path, *items: str) -> Iterator[None]:
-    """Check the sums while the block reads the same files, so that they are read from the disk once.
-
-    With several processes the first one does.
-    """
+    """Verify checksums while the block reads the same files, so that the disk reads them once. Process 0 only."""
     if jax.process_index() != 0:
         yield
         return
@@ -139,17 +136,17 @@ def verifying(folder: Path, *items: str) -> Iterator[None]:
 
 
 def _moved_statistics(problem: str) -> bool:
-    """Statistics may be renamed or taken away: those that are needed are asked for by name."""
+    """Whether the problem is a missing norm_stats.json. Users may move those; a missing needed one raises later."""
     return problem.startswith(f"{ASSETS_ITEM}/") and problem.endswith(": missing")
 
 
 def extra_text(content: dict[str, object]) -> str:
-    """extra.json, with its own checksum."""
+    """The text of extra.json, including its own checksum."""
     return json_text({**content, _OWN_SUM: hashlib.sha256(json_text(content).encode()).hexdigest()})
 
 
 def read_extra(folder: Path) -> dict[str, object]:
-    """The content of a step's extra.json, checked."""
+    """The verified content of a step's extra.json."""
     content = read_json(folder / EXTRA_FILE)
     expected = content.pop(_OWN_SUM, None)
     if expected is None and not (folder / IN_STEP).exists():

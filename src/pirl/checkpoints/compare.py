@@ -1,4 +1,4 @@
-"""Do weights fit a model? One comparison, one error that lists everything wrong and guesses why."""
+"""Compares weights with a model: one error lists all differences and guesses the cause."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from pirl.errors import CheckpointError, listing
 from pirl.models.params import Params, flatten, nest
 
 LORA = r".*lora.*"
-"""Leaves a checkpoint may lack: adapters are added to weights that were trained without them."""
+"""Leaves that a checkpoint may lack: adapters, which start fresh on weights trained without them."""
 
 Shape = tuple[int, ...]
 Init = Callable[[str], Any] | Mapping[str, Any]
-"""Fresh values for leaves a checkpoint lacks: a function of the "/"-joined path, or a tree."""
+"""Initial values of missing leaves: a function of the "/"-joined path, or a tree."""
 
 
 def leaf_shapes(tree: Mapping[str, Any]) -> dict[str, Shape]:
@@ -27,7 +27,7 @@ def leaf_shapes(tree: Mapping[str, Any]) -> dict[str, Shape]:
 def compare(
     found: Mapping[str, Shape], expected: Mapping[str, Shape], *, source: str, allow_missing: str = LORA
 ) -> list[str]:
-    """The leaves that are missing and may be; anything else that differs is one CheckpointError naming it all."""
+    """Return the missing leaves that match `allow_missing`; raises one error that lists all other differences."""
     missing = sorted(set(expected) - set(found))
     allowed = [path for path in missing if re.fullmatch(allow_missing, path)]
     refused = [path for path in missing if path not in set(allowed)]
@@ -57,9 +57,9 @@ def fit(
     allow_missing: str = LORA,
     source: str = "the checkpoint",
 ) -> Params:
-    """The parameters with exactly the reference's structure, shapes, types and shardings.
+    """The parameters with exactly the reference's structure, shapes, dtypes and shardings.
 
-    Leaves that are missing and match `allow_missing` are taken from `init`; any other difference is one error.
+    Missing leaves that match `allow_missing` come from `init`; any other difference raises.
     """
     found, expected = flatten(params), flatten(reference)
     missing = compare(leaf_shapes(params), leaf_shapes(reference), source=source, allow_missing=allow_missing)
@@ -68,7 +68,7 @@ def fit(
 
 
 def place(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A leaf in the type and sharding of `like`. Already there: the same array, nothing is copied."""
+    """The leaf with the dtype and sharding of `like`; not copied if it already has them."""
     if not isinstance(leaf, jax.Array):
         host = np.asarray(leaf).astype(like.dtype, copy=False)
         if like.sharding is None:
@@ -81,7 +81,7 @@ def place(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def check_finite(params: Mapping[str, Any], *, source: str = "the weights") -> None:
-    """Refuse weights with NaN or infinite values, naming the leaves. Counted where they lie, one leaf at a time."""
+    """Raise if weights contain NaN or infinity, naming the leaves. Counts on the device of each leaf, one at a time."""
     leaves = flatten(params)
     counts = {path: _count_non_finite(leaf) for path, leaf in leaves.items()}
     bad = [f"{path}: {int(n)} of {leaves[path].size} values" for path, n in counts.items() if int(n)]
@@ -98,7 +98,7 @@ def _count_on_device(leaf: jax.Array) -> jax.Array:
 
 
 def _count_non_finite(leaf: Any) -> Any:
-    """Number of NaN and infinite values. What is in host memory NumPy counts, without compiling for every shape."""
+    """Number of NaN and infinite values. Uses NumPy for host memory, to avoid a compilation per shape."""
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable or any(device.platform != "cpu" for device in leaf.devices()):
             return _count_on_device(leaf)
@@ -126,7 +126,7 @@ def _fresh(missing: Sequence[str], expected: Mapping[str, Any], init: Init | Non
 
 
 def _guess(missing: Sequence[str], unexpected: Sequence[str], misshapen: Sequence[str]) -> str:
-    """The likeliest cause; reads our paths and PyTorch's names alike."""
+    """The most likely cause of the differences, from our paths or PyTorch's names."""
 
     def some(pattern: str, names: Sequence[str]) -> bool:
         return any(re.match(pattern, name) for name in names)

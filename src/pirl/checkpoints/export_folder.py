@@ -1,4 +1,4 @@
-"""Folders that are written atomically, and the norm statistics that every checkpoint contains."""
+"""Atomically written export folders, and their normalisation statistics."""
 
 import glob
 import json
@@ -24,15 +24,15 @@ from pirl.files import sync
 from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, NORM_STATS_FILE
 
 StatsSource = str | os.PathLike[str] | Mapping[str, Any]
-"""Statistics as JSON text, as the path of a norm_stats.json, or as a dict."""
+"""Statistics as JSON text, the path of a norm_stats.json, or a dict."""
 
 
 @contextmanager
 def fresh_directory(target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
-    """A sibling to write into that becomes `target` when the block ends well.
+    """A sibling folder to write into; it becomes `target` if the block succeeds.
 
-    What was at `target` is moved aside first and deleted only once the new folder is in its place; only an earlier
-    export is replaced. With several processes all enter the block and the first one does the moving.
+    Replaces only an earlier export, which is moved aside and deleted after the new folder is in place. In a
+    multi-process job all processes enter the block and process 0 does the moving.
     """
     quieten_orbax()
     final = Path(target).expanduser().absolute()
@@ -68,7 +68,7 @@ def fresh_directory(target: str | os.PathLike[str], *, overwrite: bool) -> Itera
 
 
 def check_replaceable(final: Path, *, overwrite: bool) -> None:
-    """Is the place free, or an earlier export that may be replaced?"""
+    """Raise unless `final` does not exist, or is an earlier export and `overwrite` is set."""
     if not final.exists() and not final.is_symlink():
         return
     if not overwrite:
@@ -83,7 +83,7 @@ def check_replaceable(final: Path, *, overwrite: bool) -> None:
 
 
 def write_norm_stats(folder: Path, norm_stats: Mapping[str, StatsSource]) -> None:
-    """`assets/<asset_id>/norm_stats.json` for every asset, as OpenPI looks for it."""
+    """Write `assets/<asset_id>/norm_stats.json` for every asset, where OpenPI expects it."""
     for asset_id, source in norm_stats.items():
         file = folder / ASSETS_ITEM / check_asset_id(asset_id) / NORM_STATS_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -98,13 +98,13 @@ def check_asset_id(name: str) -> str:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Further files of a folder, by name."""
+    """Write further files of a folder, by name."""
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def norm_stats_text(source: StatsSource, *, name: str) -> str:
-    """The content of a norm_stats.json, checked: a policy with broken statistics moves a robot wrongly."""
+    """The validated content of a norm_stats.json: with broken statistics a policy would move the robot wrongly."""
     if isinstance(source, Mapping):
         content = source if "norm_stats" in source else {"norm_stats": source}
         text = json.dumps(content, indent=2, default=lambda x: np.asarray(x).tolist())
@@ -132,7 +132,7 @@ def _parsed(text: str, name: str) -> dict[str, NormStats]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what was written under this name, and Orbax's own temporary folder for it."""
+    """Delete the unfinished export under this name and Orbax's temporary folders for it; raises for foreign ones."""
     unfinished = path.parent.glob(f"{glob.escape(path.name)}.orbax-checkpoint-tmp*")
     for folder in (path, *unfinished):
         if is_unfinished_export(folder):

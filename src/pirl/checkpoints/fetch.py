@@ -1,6 +1,6 @@
-"""Weights by address: a local path, or a `gs://` or `hf://` address that is downloaded first.
+"""Finds weights by address: a local path, or a `gs://` or `hf://` address to download.
 
-OpenPI's download cache is read and filled in OpenPI's own layout, so weights are on the disk once for both.
+Uses OpenPI's download cache in OpenPI's layout, so both programs share one copy.
 """
 
 import importlib.util
@@ -30,9 +30,9 @@ def to_download(location: str | os.PathLike[str]) -> str:
 
 
 def fetch(location: str | os.PathLike[str]) -> Path:
-    """A path on this machine that holds what `location` names; the error lists every place looked at."""
+    """The local path of `location`, downloaded if necessary; the error lists every place searched."""
     text = os.fspath(location)
-    # pathlib turns "gs://bucket" into "gs:/bucket"; one slash is therefore understood as two.
+    # pathlib turns "gs://bucket" into "gs:/bucket", so accept a single slash.
     address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", text)
     if address is None:
         path = Path(text).expanduser()
@@ -54,9 +54,9 @@ def fetch(location: str | os.PathLike[str]) -> Path:
 
 
 def download(filesystem: Any, remote: str, target: Path) -> Path:
-    """Copy a remote file or folder to `target` through fsspec; it appears there whole or not at all."""
+    """Copy a remote file or folder to `target` through fsspec, atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The names OpenPI's own downloader uses, so that the two wait for each other.
+    # The same names as OpenPI's downloader, so that the two wait for each other.
     with filelock.FileLock(target.with_suffix(".lock")):
         if not target.exists():
             partial = target.with_suffix(".partial")

@@ -26,13 +26,13 @@ class FilesHandler(ocp.CheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(FilesHandler, for_save=True)
 @dataclass
 class FilesSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """How an item of plain files comes to be."""
+    """Orbax arguments for saving an item of plain files."""
 
     write: Callable[[Path], None]
-    """Writes them into the folder it is given."""
+    """Writes the files into the given folder."""
 
 
 @ocp.args.register_with_handler(FilesHandler, for_restore=True)
 @dataclass
 class FilesRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Orbax asks for one."""
+    """Orbax requires a class of restore arguments."""

@@ -1,7 +1,7 @@
-"""The handover to OpenPI: the `TrainConfig` that fits an exported folder, ready to paste, and the command to serve it.
+"""The handover to OpenPI: the `TrainConfig` for an exported folder, ready to paste, and the command to serve it.
 
-OpenPI's server finds model, transforms and statistics by such a config. Where one of them disagrees with the weights,
-the server mostly still starts, and the robot moves wrongly; so it is written from what the run was trained with.
+OpenPI's server finds model, transforms and statistics by such a config. If one of them disagrees with the weights, the
+server usually still starts and the robot moves wrongly. So the config is generated from the run's own settings.
 """
 
 from dataclasses import replace
@@ -54,17 +54,17 @@ BESIDE = (
     "this run's improvement is not in the policy's weights, which act as before training: serve the run's own "
     "checkpoint with `pirl serve`"
 )
-"""For algorithms with `only_beside`."""
+"""The problem of algorithms with `only_beside`."""
 
 
 def suffix_problem(suffix: str, prompt: str | None) -> str:
-    """Of policies that read a text after each instruction: OpenPI does not add it."""
+    """The problem of policies that need a text after each instruction, which OpenPI does not add."""
     example = suffixed(prompt or "fold the box", suffix)
     return f"end every instruction with {suffix!r}, as in {example!r}: OpenPI does not add it"
 
 
 def problems(model: Pi0Config, robot: Robot, *, beside: bool = False) -> tuple[str, ...]:
-    """Properties of a policy that OpenPI's configs cannot express."""
+    """Properties of a policy that OpenPI cannot serve or its configs cannot express."""
     found = [BESIDE] if beside else []
     for who, gemma in (("VLM", model.vlm), ("action expert", model.expert)):
         if _variant(gemma) is None:
@@ -112,7 +112,7 @@ def _model(model: Pi0Config) -> str:
 
 
 def _variant(gemma: GemmaConfig) -> str | None:
-    """OpenPI's name for a Gemma."""
+    """OpenPI's name for a Gemma size, if it has one."""
     return next((name for name, known in GEMMA_VARIANTS.items() if known == gemma), None)
 
 
@@ -145,6 +145,6 @@ def _call(name: str, arguments: list[str]) -> str:
 
 
 def without_adapters(model: Pi0Config) -> Pi0Config:
-    """The model once its adapters are merged."""
+    """The model configuration after merging the adapters."""
     vlm, expert = (replace(gemma, attn_lora=None, ffn_lora=None) for gemma in (model.vlm, model.expert))
     return replace(model, vlm=vlm, expert=expert)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +34,12 @@ _COMPONENTS = (
     ("other", r".*"),
 )
 _SHOWN = ("SigLIP", "embedder", "Gemma VLM", "Gemma expert", "heads", "LoRA", "other", "unused")
-_TORCH_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TORCH_DTYPES = {
+    **{"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "BOOL": "bool"},
+    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+}
+"""Types of safetensors by NumPy's and ml_dtypes' names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,7 @@ class StoredLeaf:
     shape: tuple[int, ...]
     """Its shape."""
     dtype: str
-    """Its type as stored."""
+    """Its stored dtype."""
 
     @property
     def parameters(self) -> int:
@@ -53,7 +59,7 @@ class StoredLeaf:
     @property
     def bytes(self) -> int:
         """Size in memory."""
-        return self.parameters * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
+        return self.parameters * np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,7 @@ class Component:
     """A part of the model."""
 
     name: str
-    """SigLIP, embedder, Gemma VLM, Gemma expert, heads, LoRA; `other` and `unused` where there are such."""
+    """SigLIP, embedder, Gemma VLM, Gemma expert, heads, LoRA, other or unused."""
     leaves: int
     """Number of arrays."""
     parameters: int
@@ -69,7 +75,7 @@ class Component:
     bytes: int
     """Size in memory."""
     dtypes: tuple[str, ...]
-    """Types as stored."""
+    """Stored dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +83,19 @@ class Description:
     """Contents of a checkpoint."""
 
     path: Path
-    """The folder or file described: of several steps, the latest."""
+    """The described folder or file; for a folder of steps, the latest."""
     kind: str
     """"openpi", "pytorch" or "npz"."""
     model: str
-    """π₀, π₀.₅ or PaliGemma, recognised by parameter names."""
+    """π₀, π₀.₅ or PaliGemma, inferred from parameter names."""
     step: int | None
-    """Training step, where the folder is named after one."""
+    """Training step, if the folder is named after one."""
     steps: tuple[int, ...]
-    """All steps beside it."""
+    """All steps in the same run."""
     leaves: Mapping[str, StoredLeaf]
     """Name -> stored array."""
     components: tuple[Component, ...]
-    """The same, by part of the model."""
+    """Totals by part of the model."""
     disk_bytes: int
     """Size of the weights on disk."""
     norm_stats: Mapping[str, Mapping[str, int]]
@@ -97,11 +103,11 @@ class Description:
     train_state: tuple[str, ...]
     """The items for resuming; empty if the checkpoint is for inference only."""
     ema: bool | None
-    """Are the weights a moving average (the raw ones are then in the train state)? None where it is not recorded."""
+    """Whether the weights are a moving average (the raw ones are then in the train state). None: not recorded."""
     written_by: str
-    """The program, as far as the files tell."""
+    """The program that wrote it, if recorded."""
     written_at: datetime | None
-    """When, in UTC."""
+    """Time of writing, in UTC, if recorded."""
 
     @property
     def parameters(self) -> int:
@@ -110,7 +116,7 @@ class Description:
 
     @property
     def bytes(self) -> int:
-        """Size in memory, in the stored types."""
+        """Size in memory with the stored dtypes."""
         return sum(component.bytes for component in self.components)
 
 

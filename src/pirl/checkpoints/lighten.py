@@ -1,4 +1,4 @@
-"""Reduces old steps to the policy's weights: several times smaller, but not resumable."""
+"""Reduces old steps to the policy's weights: several times smaller, not resumable."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from pirl.names import TRAIN_STATE_ITEM
 
 
 def can_be_resumed(folder: Path) -> bool:
-    """Whether a step holds more than weights to act with."""
+    """Whether a step has a training state."""
     return (folder / TRAIN_STATE_ITEM).is_dir()
 
 
 def drop_train_state(folder: Path) -> None:
-    """Move a step's training state out of it, to be deleted; killed in between, the step is a whole one with it."""
+    """Move a step's training state out of it, to be deleted later. Crash-safe: until the move the step is complete."""
     if not can_be_resumed(folder) or foreign_in_step(folder):
         return
     sums = read_checksums(folder)

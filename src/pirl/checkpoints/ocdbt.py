@@ -1,7 +1,7 @@
 """Detects truncated checkpoints: every byte range in the index must lie inside an existing file.
 
-Orbax keeps arrays in an OCDBT store: a manifest, index nodes, and data files. A copy that was cut short is otherwise
-noticed only in the middle of reading gigabytes, and reported by whichever array happened to come first.
+Orbax keeps arrays in an OCDBT store: a manifest, index nodes, and data files. Without this check a truncated copy fails
+only after reading gigabytes, with an error about an arbitrary array.
 """
 
 import json
@@ -20,7 +20,7 @@ _HINT = "the copy is incomplete: copy or download the checkpoint again, or take 
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a checkpoint item with missing or shortened files, naming them. Reads the index, not the arrays."""
+    """Raise if files of a checkpoint item are missing or truncated, naming them. Reads the index, not the arrays."""
     if not (folder / "manifest.ocdbt").is_file():
         if list(folder.glob("ocdbt.process_*")):
             raise CheckpointError(f"{folder} lacks manifest.ocdbt, the index of its arrays", hint=_HINT)
@@ -55,7 +55,7 @@ def check_files(folder: Path) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint's own files; damaged ones are named."""
+    """Read a JSON object of a checkpoint; the error names a damaged file."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -66,7 +66,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _strings(node: Any) -> Iterator[str]:
-    """Every string in a JSON tree; keys and inline values are bytes and thus left out."""
+    """Every string in a JSON tree; keys and inline values are bytes and are skipped."""
     if isinstance(node, str):
         yield node
     elif isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""An OpenPI checkpoint: the folder OpenPI's `serve_policy.py` and weight loaders read, file for file."""
+"""Writes OpenPI checkpoints: the folder that OpenPI's `serve_policy.py` and weight loaders read."""
 
 import os
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ def save_openpi(
 ) -> Path:
     """Write `directory/{_CHECKPOINT_METADATA,params,assets/<asset_id>/norm_stats.json}`; returns the folder.
 
-    Sharded arrays are written by the processes that hold them, in their stored types. `value_suffix` names leaves as
-    OpenPI's trainer does (`.../kernel/value`); without it they are named as in OpenPI's released weights. OpenPI reads
-    both. `texts` are further files by name. Nothing is visible at `directory` until it is complete.
+    Every process writes its shards, in the arrays' dtypes. `value_suffix` names leaves as OpenPI's trainer does
+    (`.../kernel/value`); without it as in OpenPI's released weights. OpenPI reads both. `texts` are further files by
+    name. The write is atomic: nothing is visible at `directory` until it is complete.
     """
     leaves = flatten(params)
     if not leaves:
@@ -46,7 +46,7 @@ def save_openpi(
                 custom_metadata={"written_by": f"pirl {__version__}"},
             )
         if jax.process_index() == 0:
-            # Orbax 0.12 marks finished folders with a file that names their temporary path; OpenPI's has none.
+            # Remove Orbax 0.12's marker files, which OpenPI's checkpoints do not have.
             for marker in temporary.rglob("commit_success.txt"):
                 marker.unlink()
             write_norm_stats(temporary, norm_stats)
@@ -55,11 +55,11 @@ def save_openpi(
 
 
 def _as_jax(leaf: Any) -> jax.Array:
-    """Orbax records type and sharding of jax arrays only; NumPy ones are wrapped, in host memory where jax has it."""
+    """Wrap NumPy arrays (in host memory if possible): Orbax records dtype and sharding only of jax arrays."""
     if isinstance(leaf, jax.Array):
         return leaf
     try:
         device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS names an accelerator alone
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         device = jax.local_devices()[0]
     return jax.device_put(np.asarray(leaf), device)

@@ -45,7 +45,7 @@ def foreign_in_step(folder: Path) -> list[str]:
 
 
 def check_only_ours(directory: Path, foreign: Iterable[str], *, doing: str = "deleted") -> None:
-    """Refuse to remove a folder that holds anything else."""
+    """Raise if there are foreign entries: the folder must not be removed."""
     if names := list(foreign):
         raise CheckpointError(
             f"{directory} holds what pirl did not write and is not {doing}:\n{listing(names)}",
@@ -54,14 +54,14 @@ def check_only_ours(directory: Path, foreign: Iterable[str], *, doing: str = "de
 
 
 def is_export(folder: Path) -> bool:
-    """Did `pirl export` write this folder, and nobody add to it?"""
+    """Whether `pirl export` wrote this folder and nothing was added to it."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return {child.name for child in folder.iterdir()} <= EXPORT_NAMES and _writer(folder).startswith("pirl ")
 
 
 def is_unfinished_export(folder: Path) -> bool:
-    """Can this be what an interrupted export or replacement left behind?"""
+    """Whether this can be the leftover of an interrupted export or replacement."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {child.name.split(".orbax-checkpoint-tmp")[0] for child in folder.iterdir()}

@@ -1,7 +1,7 @@
 """PyTorch weights for OpenPI's torch port: model.safetensors, config.json and assets, written without torch.
 
-The file is laid out from shapes alone and then filled one layer of one parameter at a time. Beside the model the host
-needs room for the largest of those and its converted copy: the token embedding, 2.1 GB in float32 at full size.
+The file's layout follows from shapes; it is then filled one layer of one parameter at a time. Besides the model the
+host needs memory for the largest part and its converted copy: the token embedding, 2.1 GB in float32 at full size.
 """
 
 import json
@@ -35,7 +35,7 @@ Precision = Literal["mixed", "bfloat16", "float32"]
 _SAFETENSORS_NAMES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
 
 Layout = dict[str, tuple[np.dtype, tuple[int, ...]]]
-"""Tensor name -> type and shape."""
+"""Tensor name -> (dtype, shape)."""
 
 
 def save_pytorch(
@@ -52,14 +52,14 @@ def save_pytorch(
 ) -> Path:
     """Write a folder OpenPI recognises as a PyTorch checkpoint; returns it.
 
-    `mixed` stores each tensor in the type OpenPI's model keeps it in, so nothing is lost that the model would use;
-    `bfloat16` rounds every tensor, as OpenPI's own converter does; `float32` can be read back bit by bit. Adapters must
-    be merged first (`merge_lora`): the torch port has none. `texts` are further files by name.
+    `mixed` stores each tensor in the dtype OpenPI's model uses for it, so the model loses nothing; `bfloat16` rounds
+    every tensor, as OpenPI's own converter does; `float32` is exact. Merge adapters first (`merge_lora`): the torch
+    port has none. `texts` are further files by name.
     """
     shapes = leaf_shapes(params)
     tensors = torch_tensors(shapes)
     layout = state_dict_layout(shapes, dtype=dtype)
-    # PyTorch ties these two and saves one; OpenPI's strict loader refuses a file that has both.
+    # PyTorch ties these two and saves one; OpenPI's strict loader rejects a file with both.
     layout.pop(EMBED_TOKENS)
     metadata = {EMBED_TOKENS: LM_HEAD, "written_by": f"pirl {__version__}", "format": "pt"}
     leaves = flatten(params)
@@ -75,7 +75,7 @@ def save_pytorch(
     }
     with fresh_directory(directory, overwrite=overwrite) as temporary:
         temporary.mkdir()
-        # The expert's output head is never used; it stays the zeros that a new file consists of.
+        # The expert's unused output head stays zero, as in a new file.
         write_safetensors(temporary / SAFETENSORS_FILE, layout, parts, metadata)
         (temporary / "config.json").write_text(json.dumps(config, indent=2))
         write_norm_stats(temporary, norm_stats or {})
@@ -84,7 +84,7 @@ def save_pytorch(
 
 
 def state_dict_layout(shapes: Mapping[str, tuple[int, ...]], *, dtype: Precision = "mixed") -> Layout:
-    """Names, types and shapes of the whole PyTorch state dict of a tree given as path -> shape."""
+    """Names, dtypes and shapes of the whole PyTorch state dict for a tree given as path -> shape."""
     named = {tensor.name: tensor.shape for tensor in torch_tensors(shapes)}
     named[LM_HEAD] = named[EMBED_TOKENS]
     named[EXPERT_LM_HEAD] = expert_lm_head_shape(shapes)
@@ -95,8 +95,8 @@ def state_dict_layout(shapes: Mapping[str, tuple[int, ...]], *, dtype: Precision
 def write_safetensors(
     file: Path, layout: Layout, parts: Iterable[tuple[str, np.ndarray]], metadata: Mapping[str, str]
 ) -> None:
-    """A safetensors file, filled tensor by tensor in any order; tensors that are never given are zero."""
-    # Wider types first keeps every tensor aligned to its own size, as the safetensors library does.
+    """Write a safetensors file tensor by tensor, in any order; tensors missing from `parts` are zero."""
+    # Wider dtypes first, which keeps every tensor aligned to its item size, as in the safetensors library.
     names = sorted(layout, key=lambda name: (-layout[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offsets, end = {}, 0
@@ -119,9 +119,9 @@ def write_safetensors(
 
 
 def host_part(leaf: Any, index: tuple[int, ...]) -> np.ndarray:
-    """`leaf[index]` in host memory, put together from the devices that hold it.
+    """`leaf[index]` in host memory, assembled from the devices' shards.
 
-    Reading a jax array whole would make it keep its host copy as long as it lives; parts of it do not.
+    Converting a whole jax array would cache its host copy for the array's lifetime; converting parts does not.
     """
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)[index]
@@ -140,10 +140,10 @@ def host_part(leaf: Any, index: tuple[int, ...]) -> np.ndarray:
 
 
 def merge_lora(params: Mapping[str, Any], *, attn: tuple[float, float], ffn: tuple[float, float]) -> Params:
-    """The same policy without adapters: each adapted matrix plus its scaled low-rank product, in float32.
+    """Merge adapters: each adapted matrix plus its scaled low-rank product, in float32.
 
-    The factors are (VLM, expert). OpenPI scales attention's adapters by alpha / rank and the feed-forward's not at all:
-    pass ffn=(1.0, 1.0) for its checkpoints.
+    The factors are (VLM, expert). OpenPI scales attention's adapters by alpha / rank and does not scale the
+    feed-forward's: pass ffn=(1.0, 1.0) for its checkpoints.
     """
     leaves = flatten(params)
     merged = {path: leaf for path, leaf in leaves.items() if "lora" not in path}
@@ -161,8 +161,8 @@ def merge_lora(params: Mapping[str, Any], *, attn: tuple[float, float], ffn: tup
 def _merged(base: Any, down: Any, up: Any, scale: float, *, heads_summed: bool) -> Any:
     base, down, up = (x.astype(np.float32) for x in (base, down, up))
     if heads_summed:
-        # OpenPI's output projection sums over the heads already in the down-projection, so that every head goes through
-        # the sum of all heads' up-projections.
+        # OpenPI's output projection sums over heads in the down-projection, so every head passes through the sum of
+        # all heads' up-projections.
         up = up.sum(axis=-3, keepdims=True)
     if isinstance(base, jax.Array):
         return base + scale * jnp.matmul(down, up, precision=jax.lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""A tree of arrays from disk into the structure, types and shardings of a reference."""
+"""Restores a tree of arrays into the structure, dtypes and shardings of a reference."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -37,10 +37,10 @@ def stored_tree(folder: Path) -> Any:
 
 
 def restore_tree(folder: Path, reference: Any) -> Any:
-    """What is stored in an Orbax item, leaf by leaf into the reference (any pytree of ShapeDtypeStructs).
+    """Restore an Orbax item leaf by leaf into the reference (any pytree of ShapeDtypeStructs).
 
-    Leaves are found by name, so named tuples, lists and empty nodes need no counterpart on disk. Every name, shape and
-    type must agree: this is for going on exactly, not for fitting one model's weights to another.
+    Leaves are matched by name, so named tuples, lists and empty nodes need no counterpart on disk. Every name, shape
+    and dtype must match: this is for exact resuming, not for fitting one model's weights to another.
     """
     likes, structure = _named(reference)
     tree = stored_tree(folder)
@@ -77,7 +77,7 @@ def _check(tree: Any, likes: Mapping[str, Any], folder: Path) -> None:
 
 
 def check_types(stored: Mapping[str, Any], likes: Mapping[str, Any], source: Path) -> None:
-    """Refuse leaves that are stored in another type than the reference has; path -> leaf for both."""
+    """Raise if stored dtypes differ from the reference's. Both arguments map path to leaf."""
     retyped = [
         f"{name}: found {np.dtype(leaf.dtype).name}, expected {np.dtype(likes[name].dtype).name}"
         for name, leaf in stored.items()
@@ -115,7 +115,7 @@ def concurrent_gb(largest: int) -> int:
 
 
 def _named(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Path -> leaf, in order, and the structure."""
+    """(path -> leaf in tree order, tree structure)."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return {_name(path): leaf for path, leaf in leaves}, structure
 

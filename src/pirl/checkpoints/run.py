@@ -1,15 +1,15 @@
-"""Checkpoints of a run: OpenPI's folders, written in the background, complete or absent.
+"""Checkpoints of a run: OpenPI's folders, saved asynchronously and atomically.
 
-<run>/<step>/params        the weights to act with (averaged where there is an average), as OpenPI reads them
+<run>/<step>/params        the weights to act with (the EMA if there is one), as OpenPI reads them
 <run>/<step>/assets        norm_stats.json for each robot
-<run>/<step>/train_state   everything else that is needed to go on bit by bit; the weights above are repeated only where
-                           what acts is not what learns (a condition that became part of a bias)
+<run>/<step>/train_state   everything else needed to resume bit-exactly. Repeats the weights only if the acting weights
+                           are not the trained ones (a condition merged into a bias)
 <run>/<step>/extra         metadata.json (configuration, versions, metrics) and extra.json (data position, seed, ...)
 
-With `checkpoint.save` `params` only the newest step keeps its train_state.
+With `checkpoint.save params` only the newest step keeps its train_state.
 
-Orbax writes a step into a temporary folder and renames it. Old steps are renamed before they are deleted. So whatever
-has a number for a name is whole, however a process ended.
+Orbax writes a step to a temporary folder and renames it; old steps are renamed before they are deleted. So every folder
+named by a number is complete, however a process ended.
 """
 
 import os
@@ -34,7 +34,7 @@ from pirl.checkpoints.file_items import FilesHandler, FilesSave
 from pirl.checkpoints.lighten import can_be_resumed, drop_train_state
 from pirl.checkpoints.ocdbt import read_json
 from pirl.checkpoints.ownership import foreign_in_step
-from pirl.checkpoints.quiet import quieten_orbax, stop_metrics_leak
+from pirl.checkpoints.quiet import quieten_orbax, stop_leaks
 from pirl.checkpoints.restore import check_types, restore_tree
 from pirl.checkpoints.run_directory import (
     METADATA_FILE,
@@ -60,7 +60,7 @@ _DELETED = ".[0-9]*.deleted"
 
 
 class Checkpoints:
-    """The checkpoints of one run. With several processes every process makes one and calls it alike."""
+    """The checkpoints of one run. In a multi-process job every process creates one and makes the same calls."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class Checkpoints:
         norm_stats: Mapping[str, Mapping[str, NormStats]] | None = None,
         read_only: bool = False,
     ) -> None:
-        """`run` is what `run_metadata` says; `norm_stats` go into every checkpoint, by OpenPI's asset id.
+        """Open a run's folder. `run` comes from `run_metadata`; `norm_stats`, by asset id, go into every checkpoint.
 
-        One process (or group of processes) at a time may write into a run; what an interrupted save or deletion left
-        behind is removed first. `read_only` looks at a run, also while it is being trained, and changes nothing.
+        Locks the run for one job (one or several processes) and removes leftovers of interrupted saves and deletions.
+        `read_only` changes nothing and also works while the run is being trained.
         """
         quieten_orbax()
-        stop_metrics_leak()
+        stop_leaks()
         self.directory = Path(directory).expanduser().absolute()
         self.config = config
         self._run = as_json(dict(run or {}))
@@ -87,7 +87,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._sealing, self._began = 0, 0.0
         self.seconds: float | None = None
-        """How long the latest one took to get onto the disk; known to process 0."""
+        """Duration of the latest save until it was on disk; set on process 0 only."""
         arrays = {
             item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
             for item in (PARAMS_ITEM, TRAIN_STATE_ITEM)
@@ -117,15 +117,15 @@ class Checkpoints:
         self.close()
 
     def due(self, step: int) -> bool:
-        """Is it time to save?"""
+        """Whether a checkpoint is due at this step."""
         return step > 0 and step % self.config.save_interval == 0
 
     def all_steps(self) -> list[int]:
-        """Complete checkpoints, oldest first."""
+        """Steps with a complete checkpoint, oldest first."""
         return complete_steps(self.directory)
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint."""
+        """The newest step with a complete checkpoint, or None."""
         return max(self.all_steps(), default=None)
 
     def save(
@@ -137,11 +137,11 @@ class Checkpoints:
         metrics: Mapping[str, Any] | None = None,
         weights: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Start to write a checkpoint; returns once the arrays are copied, so the state may be donated at once.
+        """Start an asynchronous save. Returns once the arrays are copied, so the caller may donate the state.
 
-        The one before is finished first, and its errors are raised here. `extra` is any tree of JSON values (that of
-        process 0 is kept). `weights` are those to act with, where they are not the policy's (`Agent.served`). A step
-        this run has saved or restored is not written again: False, see `amend`.
+        Waits for the previous save and re-raises its errors. `extra` is any tree of JSON values (process 0's is
+        stored). `weights` are the acting weights, if they differ from the policy's (`Agent.served`). Returns False
+        without writing for a step that this run has already saved or restored; see `amend`.
         """
         if self._read_only:
             raise CheckpointError(f"{self.directory} was opened for reading", hint="open it without read_only to save")
@@ -149,7 +149,7 @@ class Checkpoints:
         if step in self._known:
             return False
         if is_main() and any(self.directory.glob(_UNFINISHED)):
-            self._clean()  # a save was interrupted
+            self._clean()  # after an interrupted save
         folder = self.directory / str(step)
         if folder.exists():
             raise CheckpointError(
@@ -182,7 +182,7 @@ class Checkpoints:
         return True
 
     def amend(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Another `extra` for a step that is there, for what went on since without a change of the state."""
+        """Replace the `extra` of an existing step, for progress since then that did not change the state."""
         self.wait()
         file = self.directory / str(self._existing(step)) / EXTRA_ITEM / EXTRA_FILE
         if is_main():
@@ -190,7 +190,7 @@ class Checkpoints:
                 write_text(file, extra_text(as_json(dict(extra))))
 
     def wait(self) -> None:
-        """Until what was begun is on disk. Raises what went wrong there."""
+        """Block until the pending save is on disk; re-raises its error."""
         step = self._saving
         if step is None:
             return
@@ -204,7 +204,7 @@ class Checkpoints:
             self._delete_old()
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Wait for the pending save and release the run."""
         try:
             self.wait()
         finally:
@@ -215,15 +215,14 @@ class Checkpoints:
                 self._lock = None
 
     def restore(self, reference: TrainState, step: int | None = None) -> TrainState:
-        """The state as it was saved, bit by bit, in the shardings of the reference (a tree of ShapeDtypeStructs).
+        """Restore a state bit-exactly, in the shardings of the reference (a tree of ShapeDtypeStructs).
 
-        Names, shapes and types must agree; the mesh may be another one. None: the latest. A step that is not as it was
-        written is refused.
+        Names, shapes and dtypes must match; the mesh may differ. step=None: the latest. Raises for a damaged step.
         """
         self.wait()
         step = self._existing(step)
         folder = self.directory / str(step)
-        if reason := damage(folder, contents=False):  # before gigabytes are read
+        if reason := damage(folder, contents=False):  # before reading gigabytes
             raise damaged_step(folder, reason)
         if not can_be_resumed(folder):
             raise CheckpointError(
@@ -250,13 +249,13 @@ class Checkpoints:
             raise damaged_step(folder, error.message) from None
 
     def extras(self) -> Iterator[dict[str, Any]]:
-        """That of every complete step that can be gone on from."""
+        """`extra` of every complete, resumable step; skips damaged ones."""
         for step in filter(lambda step: can_be_resumed(self.directory / str(step)), self.all_steps()):
-            with suppress(CheckpointError):  # a damaged one is reported when it is used
+            with suppress(CheckpointError):  # restoring it will report the damage
                 yield read_extra(self.directory / str(step))
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Configuration, versions and metrics of a checkpoint; empty for one that OpenPI wrote."""
+        """Configuration, versions and metrics of a checkpoint; empty for OpenPI's."""
         folder = self.directory / str(self._existing(step))
         file = folder / EXTRA_ITEM / METADATA_FILE
         try:
@@ -277,14 +276,14 @@ class Checkpoints:
         return step
 
     def _seal(self) -> None:
-        """Runs in the background, on process 0, once all items are written and before the step gets its name."""
+        """Write checksums. Called in the background on process 0, after all items are written and before the rename."""
         for folder in self.directory.glob(_UNFINISHED):
             if folder.name.split(".")[0] == str(self._sealing):
                 seal(folder)
         self.seconds = time.monotonic() - self._began
 
     def _unmark(self, step: int) -> None:
-        """Orbax 0.12 marks finished folders with a file that names their path; OpenPI's has none."""
+        """Remove Orbax 0.12's marker files, which OpenPI's checkpoints do not have."""
         for marker in (self.directory / str(step)).rglob("commit_success.txt"):
             marker.unlink()
 
@@ -298,7 +297,7 @@ class Checkpoints:
                         scores[step] = score
         for step in set(steps) - steps_to_keep(steps, scores, self.config):
             if foreign_in_step(self.directory / str(step)):
-                continue  # somebody keeps files of their own there
+                continue  # the user keeps files there
             with io_errors(f"step {step} of {self.directory} cannot be deleted"):
                 os.rename(self.directory / str(step), self.directory / f".{step}.deleted")
         for step in self.all_steps()[:-1] if self.config.save == "params" else []:
@@ -309,10 +308,10 @@ class Checkpoints:
     def _clean(self) -> None:
         self._sweep(_UNFINISHED)
         self._sweep(_DELETED)
-        self._sweeper.submit(lambda: None).result()  # a save may take the name of what is being removed
+        self._sweeper.submit(lambda: None).result()  # wait: the next save may reuse a name
 
     def _sweep(self, pattern: str) -> None:
-        """Remove folders in the background: gigabytes take a file system seconds."""
+        """Delete folders in the background, since gigabytes take seconds."""
         for folder in self.directory.glob(pattern):
             self._sweeper.submit(shutil.rmtree, folder, ignore_errors=True)
 
@@ -329,7 +328,7 @@ class Checkpoints:
             self._saving = None
             if is_main():
                 self._clean()
-                time.sleep(0.5)  # other threads of the failed save may still be writing, and make folders as they do
+                time.sleep(0.5)  # other threads of the failed save may still be writing and creating folders
                 self._clean()
             if isinstance(error, PirlError):
                 raise
@@ -341,7 +340,7 @@ class Checkpoints:
 
 
 def steps_to_keep(steps: list[int], scores: Mapping[int, float], config: CheckpointConfig) -> set[int]:
-    """The newest, those on the period, and the best."""
+    """The union of the newest, periodic and best steps that `config` keeps."""
     keep = set(sorted(steps)[-config.keep_last :])
     if config.keep_period is not None:
         keep |= {step for step in steps if step % config.keep_period == 0}

@@ -1,4 +1,4 @@
-"""A run's folder: locking, and how existing contents are treated."""
+"""A run's folder: locking, resuming and overwriting."""
 
 import os
 import shutil
@@ -73,28 +73,27 @@ def prepare_directory(
 ) -> bool:
     """Prepare the folder of a run; True if there is a checkpoint to resume from.
 
-    A run that exists is gone on with, or deleted, only if told so. A folder that holds anything that pirl did not write
-    is never deleted.
+    An existing run is resumed or deleted only on request. A folder with files that pirl did not write is never deleted.
     """
     going_on = check_directory(directory, resume=resume, overwrite=overwrite, fresh_if_missing=fresh_if_missing)
     directory = Path(directory).expanduser().absolute().resolve()
     _, content = _contents(directory)
-    barrier("run.looked")  # nobody changes the folder before everybody has seen it
+    barrier("run.looked")  # process 0 must not change the folder before all have checked it
     if is_main():
         with io_errors(f"{directory} cannot be written to"):
             _finish_deleting(directory)
-            if content and not going_on:  # told to delete it, or a run that ended before its first checkpoint
+            if content and not going_on:  # overwrite, or a run that ended before its first checkpoint
                 _delete(directory)
             directory.mkdir(parents=True, exist_ok=True)
             if not (directory / METADATA_FILE).exists():
-                # Marks the folder as ours, and tells now, not after a thousand steps, that it is read-only.
+                # Marks the folder as ours, and detects a read-only folder now instead of at the first save.
                 write_text(directory / METADATA_FILE, json_text({"written_by": f"pirl {__version__}"}))
     barrier("run.prepared")
     return going_on
 
 
 def complete_steps(directory: Path) -> list[int]:
-    """Steps of a run, oldest first. A folder gets its number when it is complete."""
+    """Complete steps of a run, oldest first. A folder is named by its number only once it is complete."""
     if not directory.is_dir():
         return []
     names = (child.name for child in directory.iterdir() if child.name.isdecimal())
@@ -102,9 +101,9 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def lock_run(directory: Path, taken: PirlError | None = None, *, timeout: float = 0) -> FileLock:
-    """The right to write into a folder. The system takes it back when the process ends, however it ends.
+    """Lock a folder for writing. The system releases the lock when the process ends, however it ends.
 
-    `taken` is raised where another process has it for `timeout` seconds; without, what is said of a run.
+    Raises `taken` (default: an error about a run) if another process holds the lock for `timeout` seconds.
     """
     lock = FileLock(directory / LOCK_FILE)
     try:
@@ -119,7 +118,7 @@ def lock_run(directory: Path, taken: PirlError | None = None, *, timeout: float 
 
 @contextmanager
 def io_errors(problem: str) -> Iterator[None]:
-    """File system errors as errors for the user."""
+    """Convert OSError to CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -137,10 +136,10 @@ def _aside(directory: Path) -> Path:
 
 
 def _finish_deleting(directory: Path) -> None:
-    """Delete what a process was killed over while it deleted; a folder that only has the name of it stays."""
+    """Complete an interrupted deletion; keeps a folder of that name with files that pirl did not write."""
     aside = _aside(directory)
     if aside.is_dir() and not foreign_in_run(aside):
-        with suppress(FileNotFoundError):  # another process does the same
+        with suppress(FileNotFoundError):  # another process may delete it, too
             shutil.rmtree(aside)
 
 

@@ -23,13 +23,13 @@ SHAPING = (
     *("agent.value", "agent.partial_horizon"),
     *("data.robot", "data.cameras", "data.tokenizer", "data.critic_horizon"),
 )
-"""Keys below these shape the state, or what its weights mean: a checkpoint does not fit another value."""
+"""Key prefixes that determine the state's structure or meaning; a run cannot be resumed with other values."""
 HARMLESS = ("model.dtype", "model.remat", "model.attention", "critic.dtype", "critic.dropout")
-"""Exceptions: they change how the model is computed, not what is stored."""
+"""Exceptions: they change how the model computes, not what is stored."""
 
 
 def run_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration (a tree of JSON values), the code's revision, versions, machine and time."""
+    """The configuration (a tree of JSON values), code revision, library versions, platform and time."""
     versions = {"python": platform.python_version(), "pirl": __version__}
     for library in _LIBRARIES:
         try:
@@ -46,7 +46,7 @@ def run_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def git_revision(folder: Path) -> str | None:
-    """The commit of the code in a folder, with `-dirty` where files differ from it; None outside a repository."""
+    """The commit checked out in a folder, with `-dirty` for uncommitted changes; None outside a repository."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -56,7 +56,7 @@ def git_revision(folder: Path) -> str | None:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON gives it back: tuples become lists, so that a saved and a new configuration compare equal."""
+    """The value after a JSON round trip (tuples become lists), so that saved and new configurations compare equal."""
     try:
         return json.loads(json.dumps(value, default=lambda x: x.item()))
     except (TypeError, ValueError, AttributeError) as error:
@@ -66,7 +66,7 @@ def as_json(value: Any) -> Any:
 
 
 def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Metrics as JSON can hold them: NaN and infinity become null."""
+    """Metrics as JSON values: NaN and infinity become null."""
     values = {name: float(value) for name, value in metrics.items()}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -86,9 +86,9 @@ def refused_changes(
     shaping: Sequence[str] = SHAPING,
     harmless: Sequence[str] = HARMLESS,
 ) -> dict[str, str]:
-    """Dotted key -> "key: old -> new" for changes that a run cannot be resumed with.
+    """Dotted key -> "key: old -> new" for changes that prevent resuming.
 
-    A setting that the saved configuration does not have is new in pirl, and no change.
+    A setting missing from the saved configuration is new in pirl and does not count.
     """
     old = flatten(as_json(saved), ".")
     return {
@@ -107,9 +107,9 @@ def check_compatible(
     harmless: Sequence[str] = HARMLESS,
     ignore: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Refuse to resume where a key that shapes the weights changed; warn of every other change, and return them all.
+    """Raise if a key in `shaping` changed; warn about all other changes. Returns the changes.
 
-    Keys are dotted and stand for everything below them. Those in `ignore` are expected to change.
+    Keys are dotted prefixes. Keys in `ignore` may change silently.
     """
     changes = {key: change for key, change in config_changes(saved, new).items() if not _below(key, ignore)}
     lines = {key: f"{key}: {change}" for key, change in changes.items()}

@@ -11,15 +11,15 @@ from pirl.names import TRAIN_STATE_ITEM
 
 
 def keeps_policy(folder: Path) -> bool:
-    """Whether the step stores the policy beside the weights to act with, because they differ."""
+    """Whether the step stores the trained policy besides the acting weights, because they differ."""
     keys = read_json(folder / TRAIN_STATE_ITEM / "_METADATA").get("tree_metadata", {})
     return any(str(key).startswith("('groups', 'policy'") for key in keys)
 
 
 def split_state(state: TrainState, *, keep_policy: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(weights to act with, everything else), with nothing in both unless `keep_policy`.
+    """(acting weights, everything else), disjoint unless `keep_policy`.
 
-    As in OpenPI, `params` of the rest holds the raw weights where the weights to act with are an average, else nothing.
+    As in OpenPI, the rest's `params` holds the raw weights if the acting weights are an average, else nothing.
     """
     averaged = "policy" in state.ema
     groups, ema, raw = dict(state.params), dict(state.ema), {}
@@ -39,7 +39,7 @@ def split_state(state: TrainState, *, keep_policy: bool = False) -> tuple[dict[s
 
 
 def join_state(reference: TrainState, weights: dict[str, Any], rest: Mapping[str, Any]) -> TrainState:
-    """The inverse of `split_state`; the reference defines which weights have an EMA and which are frozen."""
+    """Inverse of `split_state`; the reference defines which weights have an EMA and which are frozen."""
     params, ema = dict(rest["groups"]), dict(rest["ema"])
     averaged = "policy" in reference.ema
     if "policy" not in params:

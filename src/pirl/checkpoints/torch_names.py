@@ -1,8 +1,8 @@
-"""OpenPI's PyTorch names for the parameters, and how each tensor is laid out there; both ways, at any size.
+"""The mapping between our parameters and OpenPI's PyTorch tensors, in both directions and at any size.
 
-One of our leaves is many of theirs: layers are stacked here and numbered there, and PyTorch keeps key and value (gate
-and up) apart. Every tensor is therefore an index into one of our leaves plus a rearrangement of axes, written as
-`"n d h -> (n h) d"`, which is enough to go either way, for arrays and for bare shapes.
+One leaf of ours is many tensors of theirs: layers are stacked here and numbered there, and PyTorch separates key and
+value (gate and up). So every tensor is an index into one of our leaves plus a rearrangement of axes, written as
+`"n d h -> (n h) d"`, which suffices for both directions, for arrays and for shapes.
 """
 
 import math
@@ -19,12 +19,12 @@ _VISION = _PALIGEMMA + "model.vision_tower.vision_model."
 _LANGUAGE = _PALIGEMMA + "model.language_model."
 
 LM_HEAD = _PALIGEMMA + "lm_head.weight"
-"""Tied to the token embedding. A file holds one name of the two, this one when PyTorch wrote it; with both, OpenPI's
-strict loader refuses the file."""
+"""Tied to the token embedding. A file has only one of the two names (this one if PyTorch wrote it); OpenPI's strict
+loader rejects a file with both."""
 EMBED_TOKENS = _LANGUAGE + "embed_tokens.weight"
 """The token embedding's other name."""
 EXPERT_LM_HEAD = _EXPERT + "lm_head.weight"
-"""Part of the PyTorch module, never used: the action expert predicts no words. We have no such parameter."""
+"""Unused part of the PyTorch module: the action expert predicts no words. We have no such parameter."""
 
 _KEPT_FLOAT32 = (
     "embeddings.patch_embedding",
@@ -51,36 +51,36 @@ class TorchTensor:
     name: str
     """Its name in the state dict."""
     shape: tuple[int, ...]
-    """Its shape there."""
+    """Its shape in the state dict."""
     path: str
-    """The leaf it belongs to, "/"-joined."""
+    """Path of our leaf, "/"-joined."""
     index: tuple[int, ...]
-    """The part of the leaf it is: (), (layer,) or (layer, part)."""
+    """Index into our leaf: (), (layer,) or (layer, part)."""
     pattern: str
-    """How the part's axes become the tensor's."""
+    """Rearrangement of the part's axes to the tensor's."""
 
     def to_torch(self, part: np.ndarray) -> np.ndarray:
-        """Our part of the leaf, laid out as PyTorch wants it."""
+        """Rearrange our part of the leaf to PyTorch's layout."""
         return part.transpose(_order(self.pattern)).reshape(self.shape)
 
     def from_torch(self, tensor: np.ndarray, part_shape: tuple[int, ...]) -> np.ndarray:
-        """The inverse of `to_torch`; `part_shape` undoes what was merged (the heads)."""
+        """Inverse of `to_torch`; `part_shape` gives the sizes of merged axes (heads)."""
         order = _order(self.pattern)
         return tensor.reshape([part_shape[axis] for axis in order]).transpose(np.argsort(order))
 
 
 def model_dtype(name: str) -> str:
-    """The type OpenPI's PyTorch model keeps a tensor in.
+    """A tensor's dtype in OpenPI's PyTorch model.
 
-    It runs in bfloat16 but for what is summed or squared in float32 anyway (patch and position embedding, RMS norms)
-    and for the state and action heads, which lie outside the transformer.
+    bfloat16, except for what is summed or squared in float32 anyway (patch and position embedding, RMS norms) and for
+    the state and action heads, which are outside the transformer.
     """
     inside = name.startswith("paligemma_with_expert.")
     return "bfloat16" if inside and not any(kept in name for kept in _KEPT_FLOAT32) else "float32"
 
 
 def torch_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[TorchTensor]:
-    """Every PyTorch tensor of a tree given as path -> shape. Sizes come from the shapes alone."""
+    """Every PyTorch tensor of a tree given as path -> shape."""
     unknown = sorted(set(shapes) - set(_RULES))
     if unknown:
         lora = any("lora" in path for path in unknown)
@@ -131,13 +131,13 @@ def _groups(pattern: str) -> list[list[str]]:
 
 
 def _order(pattern: str) -> list[int]:
-    """The permutation of our axes."""
+    """The permutation of our axes that a pattern makes."""
     ours = pattern.split("->")[0].split()
     return [ours.index(axis) for group in _groups(pattern) for axis in group]
 
 
 def _merged(pattern: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The tensor's shape for a part of this shape."""
+    """The tensor's shape for a part of shape `shape`."""
     ours = pattern.split("->")[0].split()
     if len(ours) != len(shape):
         raise CheckpointError(f"found a parameter of shape {list(shape)}, expected axes ({', '.join(ours)})")
@@ -182,7 +182,7 @@ def _vision() -> dict[str, _Rule]:
 
 
 def _gemma(suffix: str, model: str) -> dict[str, _Rule]:
-    """One Gemma; our second one carries the suffix "_1" on its modules. Norms are plain (π₀) or adaptive (π₀.₅)."""
+    """One Gemma; modules of our second one have the suffix "_1". Norms are plain (π₀) or adaptive (π₀.₅)."""
     block, layer = "PaliGemma/llm/layers", model + "layers.{}."
     attention, mlp = f"{block}/attn", f"{block}/mlp{suffix}"
     key_value = (layer + "self_attn.k_proj.weight", layer + "self_attn.v_proj.weight")

@@ -1,7 +1,7 @@
-"""Weights from disk into a parameter tree: OpenPI checkpoints, PaliGemma's .npz and OpenPI's PyTorch files.
+"""Loads weights into a parameter tree: OpenPI checkpoints, PaliGemma's .npz and OpenPI's PyTorch files.
 
-Every loader compares names and shapes with the reference before it reads a single value, then reads leaf by leaf into
-the reference's types and shardings, so that a host never holds a second copy of the model.
+Every loader compares names and shapes with the reference before it reads any value, then reads leaf by leaf into the
+reference's dtypes and shardings, so that a host never holds a second copy of the model.
 """
 
 import logging
@@ -47,10 +47,10 @@ def load(
     dtype: Any = None,
     allow_missing: str = LORA,
 ) -> Params:
-    """The whole tree of `reference` from whatever lies at a path, `gs://` or `hf://` address.
+    """Load the whole tree of `reference` from a path, `gs://` or `hf://` address, in any supported format.
 
-    Missing leaves that may be missing (adapters; for PaliGemma's .npz the expert and the heads) come from `init`.
-    `dtype` replaces the reference's types.
+    Leaves that may be missing (adapters; for PaliGemma's .npz also the expert and the heads) come from `init`.
+    `dtype` overrides the reference's dtypes.
     """
     path = fetch(location)
     if dtype is not None:
@@ -68,7 +68,7 @@ def load(
 
 
 def check_fits(location: str | os.PathLike[str], reference: Mapping[str, Any]) -> None:
-    """Refuse weights that `load` would refuse for their names or shapes, from headers alone: no value is read."""
+    """Raise if `load` would fail on names or shapes; reads headers only, no values."""
     path = fetch(location)
     kind = kind_of(path)
     if kind == "npz":
@@ -82,7 +82,7 @@ def check_fits(location: str | os.PathLike[str], reference: Mapping[str, Any]) -
 
 
 def kind_of(path: Path) -> str:
-    """Format of the weights: "npz", "pytorch" or "openpi", recognised by files, never by the folder's name."""
+    """Format of the weights: "npz", "pytorch" or "openpi", detected from the files, never from the folder's name."""
     if path.is_file() and path.suffix == ".npz":
         return "npz"
     if (path.is_file() and path.suffix == ".safetensors") or (path / SAFETENSORS_FILE).is_file():
@@ -92,7 +92,7 @@ def kind_of(path: Path) -> str:
 
 
 def find_params(path: str | os.PathLike[str]) -> Path:
-    """The `params` folder of an OpenPI checkpoint, given itself, its step folder, or the folder of all steps."""
+    """The `params` folder of an OpenPI checkpoint; `path` is that folder, its step, or a folder of steps (latest)."""
     path = Path(path).expanduser()
     for candidate in (path / PARAMS_ITEM, path):
         if (candidate / "_METADATA").is_file():
@@ -126,10 +126,10 @@ def load_openpi(
     allow_missing: str = LORA,
     verify: bool = True,
 ) -> Params:
-    """An OpenPI checkpoint, released or trained, read by Orbax straight into the reference's types and shardings.
+    """Load an OpenPI checkpoint, released or trained, directly into the reference's dtypes and shardings.
 
-    Without a reference: NumPy arrays as stored. `dtype` overrides either type. Leaves that may be missing and are
-    stay out of the tree. `verify` checks the files by their checksums, where pirl wrote some.
+    Without a reference: NumPy arrays as stored. `dtype` overrides both. Leaves that may be and are missing are omitted
+    from the tree. `verify` checks the files against their checksums, if pirl wrote them.
     """
     folder = find_params(path)
     stored, suffix = openpi_leaves(folder)
@@ -153,9 +153,9 @@ def load_openpi(
 
 
 def openpi_leaves(folder: Path) -> tuple[dict[str, Any], str]:
-    """Shape and type of every leaf of a `params` folder, and the suffix its stored names carry ("/value" or "").
+    """Metadata of every leaf of a `params` folder, and the suffix of its stored names ("/value" or "").
 
-    OpenPI's trainer saves an nnx state, whose leaf paths end in `value`; released weights do not have it.
+    OpenPI's trainer saves an nnx state, whose leaf paths end in `value`; those of released weights do not.
     """
     check_files(folder)
     read_json(folder / "_METADATA")
@@ -167,7 +167,7 @@ def openpi_leaves(folder: Path) -> tuple[dict[str, Any], str]:
             hint="give the step folder; `train_state` is for resuming a run, not for loading weights",
         )
     leaves = flatten(tree[PARAMS_ITEM])
-    # Only the last part counts: attention has a module named `value` further up.
+    # Look only at the last part: attention has a module named `value` further up.
     bare = [name for name in leaves if not name.endswith("/value")]
     if bare and len(bare) < len(leaves):
         raise CheckpointError(
@@ -179,11 +179,11 @@ def openpi_leaves(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def load_pytorch(path: str | os.PathLike[str], reference: Mapping[str, Any]) -> Params:
-    """OpenPI's PyTorch weights (model.safetensors), one leaf at a time, without torch.
+    """Load OpenPI's PyTorch weights (model.safetensors), one leaf at a time, without torch.
 
-    Whether they are π₀ or π₀.₅ shows in their names. The output heads are passed over: the VLM's is the token
-    embedding under another name, the expert's is unused. LeRobot's copies put `model.` before every name. Adapters of
-    the reference stay out of the tree: PyTorch weights have none.
+    Names must match the reference's model, π₀ or π₀.₅. The output heads are skipped: the VLM's is tied to the token
+    embedding, the expert's is unused. LeRobot's copies prefix every name with `model.`. PyTorch weights have no
+    adapters, so the reference's are omitted from the tree.
     """
     file, likes = _safetensors(Path(path).expanduser()), _without_lora(reference)
     with open_safetensors(file) as stored:
@@ -207,7 +207,7 @@ def _without_lora(reference: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _torch_keys(file: Path, stored: Any, likes: Mapping[str, Any]) -> tuple[dict[str, str], list[TorchTensor]]:
-    """Stored key of each tensor by its name in OpenPI's port, and where each tensor belongs; refuses what differs."""
+    """(stored key by tensor name in OpenPI's port, the tensors' places in our tree); raises for mismatches."""
     tensors = torch_tensors({name: tuple(like.shape) for name, like in likes.items()})
     keys = {key.removeprefix("model."): key for key in stored.keys()}  # noqa: SIM118 (not a mapping)
     if EMBED_TOKENS not in keys and LM_HEAD in keys:
@@ -222,10 +222,10 @@ def _torch_keys(file: Path, stored: Any, likes: Mapping[str, Any]) -> tuple[dict
 
 
 def load_paligemma_npz(path: str | os.PathLike[str], reference: Mapping[str, Any]) -> tuple[Params, list[str]]:
-    """PaliGemma's own weights (big_vision's .npz), one leaf at a time, and the paths it has nothing for.
+    """(PaliGemma's own weights from big_vision's .npz, loaded one leaf at a time; the reference's missing paths).
 
-    Layers may be stacked, as in the released files, or numbered (`encoderblock_0`). Names the model does not have are
-    passed over, as OpenPI does.
+    Layers may be stacked, as in the released files, or numbered (`encoderblock_0`). Arrays the model does not have are
+    ignored, as in OpenPI.
     """
     file = Path(path).expanduser()
     likes = flatten(reference)
@@ -241,7 +241,7 @@ def load_paligemma_npz(path: str | os.PathLike[str], reference: Mapping[str, Any
 def _paligemma_keys(
     file: Path, headers: Mapping[str, tuple[tuple[int, ...], str]], likes: Mapping[str, Any]
 ) -> tuple[dict[str, dict[int, str]], list[str]]:
-    """Stored keys of each path by layer (-1: stacked), and the paths the file lacks; refuses shapes that differ."""
+    """(stored keys by path and layer (-1: stacked), paths missing from the file); raises for shape mismatches."""
     sources: dict[str, dict[int, str]] = {}  # path -> layer -> key; a stacked array is layer -1
     for key in headers:
         layer = re.search(r"(encoderblock|layers)_(\d+)/", key)
@@ -262,7 +262,7 @@ def _paligemma_keys(
 
 
 def npz_headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Key -> shape and type of every array of an .npz, from their headers alone."""
+    """Key -> (shape, dtype) of every array of an .npz; reads headers only."""
     headers = {}
     with _npz(file) as archive:
         for member in archive.zip.namelist():
@@ -275,7 +275,7 @@ def npz_headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _is_bfloat16(dtype: np.dtype) -> bool:
-    """NumPy stores bfloat16 as two bytes of unknown meaning."""
+    """Whether it is NumPy's form of stored bfloat16: two opaque bytes."""
     return dtype.kind == "V" and dtype.itemsize == 2
 
 

@@ -62,19 +62,19 @@ Every verb takes --trust MODULE (repeat for several): a checkpoint may then name
 this module. Without it nothing that a foreign configuration names is imported."""
 
 TRAINING_SHARE = "0.9"
-"""Share of GPU memory that `pirl train` takes and `pirl plan` assumes; jax's default is 0.75."""
+"""Share of GPU memory that `pirl train` uses and `pirl plan` assumes; jax's default is 0.75."""
 MEMORY_SETTINGS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-"""A user's own setting wins; jax refuses GPUs if both are set."""
+"""The user's environment variables for it, which win; jax refuses GPUs if both are set."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""What a shell reports after SIGPIPE: the reader closed the pipe before everything was written."""
+"""Exit code that shells report after SIGPIPE, when the reader closes the pipe early."""
 
 
 class Parser(argparse.ArgumentParser):
     """argparse that suggests the nearest match for a mistyped verb, choice or flag."""
 
     takes_settings = False
-    """Collect dotted flags and their values in the namespace's `settings`, for a configuration to parse."""
+    """Whether to collect dotted flags with their values in the namespace's `settings`."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         self._given: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, but an unknown argument is an error here, so the message shows the verb's own usage."""
+        """Like argparse's, but raises for unknown arguments here, so that the message shows the verb's usage."""
         self._given = list(sys.argv[1:] if args is None else args)
         own, settings = split_settings(self._given) if self.takes_settings else (self._given, [])
         parsed, unknown = super().parse_known_args(own, namespace)
@@ -115,7 +115,7 @@ def positive(text: str) -> int:
 
 
 def console(width: int = 160) -> Any:
-    """A rich console that shows text as it is; where there is no window, lines of tables are not broken."""
+    """A rich console without markup; without a terminal it is `width` wide, so that table lines do not wrap."""
     from rich.console import Console
 
     shown = Console(markup=False, emoji=False)
@@ -135,7 +135,7 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def recipe_first(words: Sequence[str]) -> list[str]:
-    """`train --config NAME ...`, as other trainers have it, is `train NAME ...`."""
+    """Rewrite `train --config NAME ...`, as in other trainers, to `train NAME ...`."""
     words = list(words)
     at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
     if at is None or not words or words[0] not in ("train", "plan"):
@@ -147,7 +147,7 @@ def recipe_first(words: Sequence[str]) -> list[str]:
 
 
 def take_trust(words: Sequence[str]) -> list[str]:
-    """Trust the modules of `--trust MODULE`, which every verb takes; the other words."""
+    """Trust the modules given by `--trust MODULE` (for every verb); returns the other words."""
     rest, following = [], iter(words)
     for word in following:
         flag, sign, name = word.partition("=")
@@ -164,7 +164,7 @@ def load_verb(name: str) -> ModuleType:
 
 
 def build_parser(argv: Sequence[str]) -> Parser:
-    """The parser for this command line: all verbs by name, arguments only for the chosen one."""
+    """The parser for this command line: all verbs, but arguments only for the chosen one."""
     parser = Parser(prog="pirl", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"pirl {pirl.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="verb", title="verbs")
@@ -188,31 +188,31 @@ def run(argv: Sequence[str]) -> int:
             parser.print_help(sys.stderr)
             return 2
         return int(load_verb(args.verb).run(args))
-    except SystemExit as stop:  # how argparse leaves after --help or a usage error
+    except SystemExit as stop:  # raised by argparse after --help or a usage error
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script: runs one command line and returns its exit code."""
-    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         from pirl.cli.completion import complete
 
         complete()
-    if argv is None:  # a process of its own: what it compiles is kept for the next one
+    if argv is None:  # the console script: follow a parent process, and keep compiled programs on disk
         follow_parent()
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pirl_home() / "compiled"))
         if sys.argv[1:2] == ["train"] and not MEMORY_SETTINGS & os.environ.keys():
             os.environ["XLA_CLIENT_MEM_FRACTION"] = TRAINING_SHARE
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a sign is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):  # do not fail on terminals that lack a character
             stream.reconfigure(errors="replace")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
             code = run(sys.argv[1:] if argv is None else argv)
-            sys.stdout.flush()  # here, where a reader that went away can still be handled
+            sys.stdout.flush()  # here, where a closed pipe can be handled
         except BrokenPipeError:
-            # The interpreter flushes stdout once more on its way out; give it somewhere to write.
+            # The interpreter flushes stdout again at exit: redirect it to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = BROKEN_PIPE
         except KeyboardInterrupt:
@@ -221,13 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PirlError as error:
             _fail("error", error.message, error.hint)
             code = 1
-            if argv is None and type(error).__name__ == "LostProcessError":  # jax would wait for the others at its exit
-                os._exit(code)
         except Exception as error:
             hint = "" if _debugging() else "run again with PIRL_DEBUG=1 for the traceback"
             _fail("internal error", f"{type(error).__name__}: {error}", hint)
             code = 1
+    if code == 1 and argv is None and _one_of_several():
+        os._exit(code)  # jax would wait for the others at its exit
     return code
+
+
+def _one_of_several() -> bool:
+    """Whether this process trains with others."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 def _debugging() -> bool:
@@ -235,7 +240,7 @@ def _debugging() -> bool:
 
 
 def _fail(kind: str, message: str, hint: str) -> None:
-    """Tell of the exception being handled."""
+    """Print an error for the exception being handled."""
     if _debugging():
         traceback.print_exc()
     _say(kind, message, style="bold red")
@@ -244,7 +249,7 @@ def _fail(kind: str, message: str, hint: str) -> None:
 
 
 def _say(label: str, message: str = "", *, style: str) -> None:
-    """One labelled message on stderr: coloured on a terminal, plain and unwrapped anywhere else."""
+    """Print a labelled message on stderr: coloured on a terminal, plain and unwrapped elsewhere."""
     rest = f": {message}" if message else ""
     try:
         from rich.console import Console
@@ -263,7 +268,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Our own warnings are for the user and name no source line; those of libraries look as Python prints them."""
+    """Show pirl's warnings without a source line, and libraries' warnings in Python's format."""
     if issubclass(category, PirlWarning):
         _say("warning", str(message), style="yellow")
     else:

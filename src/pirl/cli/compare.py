@@ -50,7 +50,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, measure, show."""
+    """Train and evaluate all runs, then print the table."""
     from pirl.config import check_name
     from pirl.errors import ConfigError
     from pirl.recipes import cli
@@ -103,7 +103,7 @@ def _compare(args: argparse.Namespace, runs: Any, folder: Path, metric: str) -> 
 
 
 def _write_page(runs: Any, folder: Path) -> None:
-    """The curves of all runs, as `pirl report` draws them."""
+    """Write a report page of all runs, as `pirl report` does."""
     from pirl.config_io import to_dict
     from pirl.recipes import RECIPES
     from pirl.report.page import build_page, write_page

@@ -1,7 +1,7 @@
 """`pirl completion`: shell completion of verbs, flags, recipes and settings.
 
-The shell calls the command itself with `_ARGCOMPLETE` set (argcomplete's protocol). `complete` answers with the parser
-of the command line, extended by a flag for every setting of the named recipe.
+The shell calls the command with `_ARGCOMPLETE` set (argcomplete's protocol). `complete` answers from the command line's
+parser, extended by a flag for every setting of the named recipe.
 """
 
 import argparse
@@ -50,38 +50,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete(stream: Any = None, leave: Callable[[int], Any] = os._exit) -> None:
-    """Answer the shell, on the stream it listens to unless another is named, and leave."""
+    """Print completions for the shell, then exit. `stream` and `leave` replace output and exit in tests."""
     import argcomplete
     from argcomplete.lexers import split_line
 
     *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
-    before = words[int(os.environ["_ARGCOMPLETE"]) :]  # those of `python -m pirl`, or of `pirl` alone
+    before = words[int(os.environ["_ARGCOMPLETE"]) :]  # skip the words `python -m pirl` or `pirl`
     argcomplete.autocomplete(
         completing_parser(before), always_complete_options=False, exit_method=leave, output_stream=stream
     )
 
 
 def completing_parser(words: Sequence[str]) -> Parser:
-    """The parser for what was typed, with the settings of what was named as flags of their own."""
+    """The parser for the typed words, with a flag for each setting of the named recipe or checkpoint."""
     parser = build_parser(words)
     verb = next((word for word in words if not word.startswith("-")), "")
     for one in _below(parser, verb):
         remainder = [action for action in one._actions if action.nargs == argparse.REMAINDER]
-        for action in remainder:  # it would swallow all that follows
+        for action in remainder:  # it would consume all following words
             one._actions.remove(action)
             one._positionals._group_actions.remove(action)
         for action in one._actions:
             if action.metavar == RECIPE or action.dest == "recipe":
                 action.completer = _recipes  # type: ignore[attr-defined]
         if remainder or one.takes_settings:
-            with suppress(Exception):  # a file that cannot be read leaves the verb's own flags
+            with suppress(Exception):  # with an unreadable file, complete the verb's own flags only
                 _add_settings(one, words[1:], all_of_them=bool(remainder))
         one.takes_settings = False
     return parser
 
 
 def _below(parser: Parser, verb: str) -> Iterator[Parser]:
-    """The parser of a verb, and those of its actions."""
+    """The parser of a verb and its subparsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, one in action.choices.items():
@@ -91,7 +91,7 @@ def _below(parser: Parser, verb: str) -> Iterator[Parser]:
 
 
 def _recipes(prefix: str, **_: Any) -> list[str]:
-    """Recipes that begin like this, or else YAML files."""
+    """Recipes that start with the prefix, or else YAML files."""
     from argcomplete.completers import FilesCompleter
 
     from pirl.recipes import ALIASES, list_configs
@@ -101,7 +101,7 @@ def _recipes(prefix: str, **_: Any) -> list[str]:
 
 
 def _add_settings(parser: Parser, words: Sequence[str], *, all_of_them: bool) -> None:
-    """Every setting as a flag, and the short names; a verb with flags of its own takes dotted ones only."""
+    """Add a flag per setting; `all_of_them` includes settings without a dot and short names."""
     from pirl.recipes.flags import short_names
     from pirl.recipes.settings import part_kinds, settings
 
@@ -123,7 +123,7 @@ def _add_settings(parser: Parser, words: Sequence[str], *, all_of_them: bool) ->
 
 
 def _value(value: Any) -> Callable[..., list[str]]:
-    """A number is completed to what it is now."""
+    """A completer that offers the current value."""
     return lambda **_: [str(value)]
 
 

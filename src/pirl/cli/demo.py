@@ -27,23 +27,23 @@ examples:
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, its product and its share of the time."""
+    """One command, its product and its expected duration."""
 
     title: str
     command: tuple[str, ...]
     product: Path
-    """Exists when the stage is done."""
+    """File or folder that exists once the stage is done."""
     done: bool
     """Whether the product exists."""
     seconds: int
-    """Measured on two cores; used to estimate the time left."""
+    """Duration measured on two cores; used to estimate the time left."""
     resumable: bool = False
     """Whether the command supports `--resume auto`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of the final table."""
+    """One row of the final table."""
 
     name: str
     evaluation: Path
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Measured]]:
-    """The stages in their order, and what they are compared by."""
+    """(stages in order, rows of the final table)."""
     from pirl.rollout.record import num_recorded
 
     data, assets, runs = folder / "data" / "tabletop", folder / "assets", folder / "runs"
@@ -161,7 +161,7 @@ def plan(folder: Path, *, quick: bool, seed: int) -> tuple[list[Stage], list[Mea
 
 
 def print_table(results: Sequence[Measured]) -> None:
-    """Success with its interval, and what it is compared to."""
+    """Print success rates with intervals and the change from the first policy."""
     from rich.console import Console
     from rich.table import Table
 

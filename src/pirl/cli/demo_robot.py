@@ -15,7 +15,7 @@ GENERATIONS = 2
 
 
 def plan_loop(folder: Path, *, quick: bool, seed: int) -> list[Stage]:
-    """Demonstrations, statistics and an imitating policy, as in the demo; then the loop."""
+    """The stages: demonstrations, statistics and imitation as in the demo, then the loop."""
     stages = plan(folder, quick=quick, seed=seed)[0][:3]
     file, state = folder / "loop.yaml", folder / "loop" / "state.json"
     over = state.is_file() and len(_finished(state)) >= GENERATIONS
@@ -24,7 +24,7 @@ def plan_loop(folder: Path, *, quick: bool, seed: int) -> list[Stage]:
 
 
 def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> None:
-    """The loop's settings: a scripted supervisor watches half of the collected episodes, and no comparisons."""
+    """Write the loop's settings. A scripted supervisor watches half of the collected episodes, but no comparisons."""
     steps = "80" if quick else "800"
     settings: dict[str, Any] = {
         "folder": str(folder / "loop"),
@@ -37,6 +37,7 @@ def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> 
         "train": [
             *("--max-steps", steps, "--policy-schedule.decay-steps", steps),
             *("--evaluation.interval", steps, "--evaluation.episodes", "8"),
+            *("--agent.actor-warmup", "hold"),
             *("--data.assets-dir", str(folder / "assets")),
         ],
         "serve": ["--max-rate", "10000", "--max-batch", "1"],
@@ -51,7 +52,7 @@ def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> 
 
 
 def told(folder: Path) -> Iterator[str]:
-    """The result of each generation, and where to find more."""
+    """Lines with the result of each generation and the path of the loop's page."""
     for one in _finished(folder / "loop" / "state.json"):
         held, compared = one["held_out"], one["comparison"]
         success = f"{held['rate']:.1%} of held-out episodes succeed ({held['low']:.1%} to {held['high']:.1%})"

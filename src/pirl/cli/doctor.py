@@ -1,7 +1,7 @@
 """`pirl doctor`: checks the machine, one line per check, with a fix for each problem.
 
-It must work when everything else fails: jax runs in a separate process, a check that crashes is itself a result, and
-nothing outside the standard library is imported before a check needs it.
+It must work when everything else is broken: jax runs in a separate process, a crash in a check is a result, and only
+the standard library is imported before a check needs more.
 """
 
 import argparse
@@ -36,10 +36,10 @@ examples:
   pirl doctor --timeout 300     give jax longer to start (a cold network disk, many GPUs)"""
 
 GIB = 2**30
-# π₀ has 3,238,048,528 parameters: 13 GB in float32, and four times that with the average and Adam's two moments.
+# π₀ has 3,238,048,528 parameters: 13 GB in float32, and four times that with the EMA and Adam's two moments.
 WEIGHTS_BYTES = 13 * 10**9
 CHECKPOINT_BYTES = 4 * WEIGHTS_BYTES
-# A requirement as package metadata spells it: `jax[cuda13]<0.12,>=0.10; extra == "cuda"`.
+# A requirement in package metadata, such as `jax[cuda13]<0.12,>=0.10; extra == "cuda"`.
 REQUIREMENT = r"""^([\w.-]+)(?:\[([\w,-]+)\])?(?:.*extra\s*==\s*['"]([\w.-]+)['"])?"""
 APT = "apt-get install -y libosmesa6 libegl1 libgl1-mesa-dri libgles2"
 
@@ -49,9 +49,9 @@ MODES = {
     "full BC, batch 32 (bc_aloha_fold)": (1, 62),
     "full ACRLPD, batch 128 (acrlpd_aloha_fold, --mesh.fsdp 8)": (8, 12),
 }
-"""Full-size modes: devices, GiB on each with `--model.remat full`, by `pirl plan`. A test compares the recipes."""
+"""Mode -> (devices, GiB per device), for full-size models with `--model.remat full`; a test compares `pirl plan`."""
 
-# The probe must not take the share of GPU memory a training run will want, nor fail because one is running.
+# The probe must not reserve GPU memory, nor fail while a training run holds most of it.
 PROBE_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 PROBE = """
 import json, jax
@@ -65,24 +65,24 @@ class Check:
     """The result of one check."""
 
     name: str
-    """Subject of the check."""
+    """Name of the check."""
     ok: bool | None
     """True: fine. False: broken. None: optional and absent, or could be better."""
     detail: str
     """The finding."""
     fix: str = ""
-    """The remedy."""
+    """How to fix it."""
 
 
 def check_python() -> Check:
-    """Is Python new enough?"""
+    """Whether Python is new enough."""
     found = ".".join(map(str, sys.version_info[:3]))
     fine = tuple(sys.version_info[:2]) >= (3, 11)
     return Check(name="python", ok=fine, detail=found, fix="" if fine else "use Python 3.11 or later")
 
 
 def check_pirl() -> Check:
-    """Is the code that runs the code that was installed?"""
+    """Whether the running code is the installed version."""
     installed = _version("pirl")
     if installed == pirl.__version__:
         return Check(name="pirl", ok=True, detail=installed)
@@ -91,7 +91,7 @@ def check_pirl() -> Check:
 
 
 def check_dependencies() -> Check:
-    """Is every package there that pirl cannot do without?"""
+    """Whether all required packages are installed."""
     if _version("pirl") is None:
         return Check(name="dependencies", ok=None, detail="not known: pirl itself is not installed")
     names = _requirements("pirl")
@@ -103,7 +103,7 @@ def check_dependencies() -> Check:
 
 
 def check_extra(extra: str) -> Check:
-    """Are the packages of an optional feature there?"""
+    """Whether the packages of an optional feature are installed."""
     versions = {name: _version(name) for name in _requirements("pirl", extra=extra)}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
@@ -115,21 +115,21 @@ def check_extra(extra: str) -> Check:
 
 
 def check_video_decoder() -> Check:
-    """LeRobot's videos are AV1, which not every build of FFmpeg reads."""
+    """Whether PyAV decodes AV1, the format of LeRobot's videos."""
     fine = _has_codec("libdav1d", "r")
     fix = "" if fine else "pip install --upgrade --force-reinstall av  (its wheels bring their own FFmpeg)"
     return Check(name="AV1 decoder", ok=fine, detail="libdav1d" if fine else "PyAV has no libdav1d", fix=fix)
 
 
 def check_video_encoder() -> Check:
-    """Only needed to record datasets."""
+    """Whether PyAV encodes AV1; only needed to record datasets."""
     fine = _has_codec("libsvtav1", "w")
     fix = "" if fine else "to record datasets: pip install --upgrade --force-reinstall av"
     return Check(name="AV1 encoder", ok=fine or None, detail="libsvtav1" if fine else "PyAV has no libsvtav1", fix=fix)
 
 
 def check_gpu_memory_settings() -> Check:
-    """The share of GPU memory XLA takes. jax's own 0.75 is too small to fine-tune π₀ whole on an 80 GB card."""
+    """XLA's share of GPU memory. jax's default of 0.75 is too small for full fine-tuning of π₀ on an 80 GB GPU."""
     name = "GPU memory"
     new, old = (os.environ.get(f"XLA{infix}_CLIENT_MEM_FRACTION", "") for infix in ("", "_PYTHON"))
     if new and old:
@@ -154,7 +154,7 @@ def check_gpu_memory_settings() -> Check:
 
 
 def check_ram() -> Check:
-    """Is there room for the weights of a full-size model, within what this container may use?"""
+    """Whether the weights of a full-size model fit into the memory available to this container."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -170,7 +170,7 @@ def check_ram() -> Check:
 
 
 def check_place(name: str, folder: Path, *, variable: str = "", size: int = 0, required: bool = False) -> Check:
-    """Can things be written where they belong, and is there room? `required` is what pirl itself writes."""
+    """Whether a folder is writable and has room. `required`: problems are errors, because pirl itself writes there."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     source = f" ({variable})" if os.environ.get(variable) else ""
@@ -188,7 +188,7 @@ def check_place(name: str, folder: Path, *, variable: str = "", size: int = 0, r
 
 
 def check_gl() -> Check:
-    """MuJoCo draws with OSMesa (CPU) or EGL (GPU). Broken only if MuJoCo is installed and could not draw."""
+    """Whether MuJoCo can render with OSMesa (CPU) or EGL (GPU); only an error if MuJoCo is installed."""
     libraries = {name.lower(): found for name in ("OSMesa", "EGL") if (found := find_library(name))}
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     detail = f"{', '.join(libraries.values()) or 'neither OSMesa nor EGL'}; MUJOCO_GL={wanted or '(not set)'}"
@@ -203,7 +203,7 @@ def check_gl() -> Check:
 
 
 def check_tokenizer() -> Check:
-    """PaliGemma's tokenizer: needed wherever a prompt is."""
+    """Whether PaliGemma's tokenizer, needed for prompts, is cached."""
     path = paths.tokenizer_path()
     if path.is_file():
         return Check(name="tokenizer", ok=True, detail=str(path))
@@ -212,14 +212,14 @@ def check_tokenizer() -> Check:
 
 
 def start_probe() -> subprocess.Popen[str]:
-    """Ask jax for its devices in a process of its own, so that a broken jax, or a hanging one, breaks nothing here."""
+    """Start a process that asks jax for its devices, so that a broken or hanging jax breaks nothing here."""
     command = [sys.executable, "-c", PROBE]
     environment = os.environ | PROBE_ENVIRONMENT
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def check_jax(probe: subprocess.Popen[str], timeout: float, devices: list[dict] | None = None) -> Check:
-    """jax's version, backend, devices and usable memory, as the probe reports; adds them to `devices`."""
+    """jax's version, backend and devices with their usable memory, from the probe; appends the devices to `devices`."""
     try:
         out, err = probe.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -258,7 +258,7 @@ def check_modes(devices: list[dict]) -> Check:
 
 
 def local_checks() -> list[tuple[str, Callable[[], Check]]]:
-    """Every check but that of jax, by name, in the order they are shown."""
+    """All checks except jax's, as (name, check) in the order shown."""
     installed = _version("pirl") is not None
     extras = (importlib.metadata.metadata("pirl").get_all("Provides-Extra") or []) if installed else []
     places: dict[str, dict[str, Any]] = {
@@ -283,7 +283,7 @@ def local_checks() -> list[tuple[str, Callable[[], Check]]]:
 
 
 def guarded(name: str, check: Callable[[], Check]) -> Check:
-    """The result of a check; a check that breaks is a result too, and stops no other."""
+    """The result of a check; an exception becomes a failed check."""
     try:
         return check()
     except Exception as error:
@@ -291,7 +291,7 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
 
 
 def examine(timeout: float) -> Iterator[Check]:
-    """Run every check; jax, which takes longest, starts first and is reported last."""
+    """Run every check; jax takes longest, so it starts first and is reported last."""
     probe = start_probe()
     try:
         for name, check in local_checks():
@@ -325,12 +325,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(check: Check) -> None:
-    """One line: the mark, the name, what was found, and what to do."""
+    """Print one line: mark, name, finding, fix."""
     signs = "✓✗–" if (sys.stdout.encoding or "").lower().startswith("utf") else "+x-"
     sign, style = {True: (signs[0], "green"), False: (signs[1], "bold red"), None: (signs[2], "yellow")}[check.ok]
     line = f" {check.name:<16} {check.detail}"
     advice = f"  {'fix' if check.ok is False else 'if needed'}: {check.fix}" if check.fix else ""
-    # Rich is for terminals: elsewhere it would end the program itself where the reader went away.
+    # Only use Rich on a terminal: on a closed pipe it would exit the program itself.
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.text import Text
@@ -342,14 +342,14 @@ def show(check: Check) -> None:
 
 
 def _requirements(distribution: str, *, extra: str = "") -> list[str]:
-    """The packages a distribution asks for with an extra, or always; `jax[cuda13]` includes what that brings."""
+    """Packages that a distribution requires, always or for an extra, with those of nested extras like jax[cuda13]."""
     names: list[str] = []
     for requirement in importlib.metadata.requires(distribution) or []:
         name, inner, wanted_by = re.findall(REQUIREMENT, requirement)[0]
         if wanted_by != extra:
             continue
         names += [name] if name != distribution else []  # `sims` is pirl[aloha,ogbench,libero,metaworld]
-        if inner and _version(name) is not None:  # an absent package cannot say what it would bring
+        if inner and _version(name) is not None:  # the requirements of a missing package are unknown
             names += [found for one in inner.split(",") for found in _requirements(name, extra=one)]
     return list(dict.fromkeys(names))
 
@@ -380,7 +380,7 @@ def container_limit() -> int | None:
 
 
 def _describe_devices(devices: list[dict]) -> str:
-    """`8 x NVIDIA H100 (60.0 GiB each for XLA)`."""
+    """Such as `8 x NVIDIA H100 (60.0 GiB each for XLA)`."""
     kinds = Counter((device["kind"], device["bytes"]) for device in devices)
     described = []
     for (kind, size), count in kinds.items():

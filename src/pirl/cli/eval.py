@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             "comparison": _comparison(*evaluated.values()),
         }
     text = write_result(out / FILE, result)
-    if args.video:  # only now: what can go wrong here must not cost the results
+    if args.video:  # after the results are written: filming must not lose them
         for name, seen in films.items():
             _film(seen.rollouts, found.config.env, pool.info.fps, out / name)
     if args.json:
@@ -135,7 +135,7 @@ def changed_by_flags(config: Any, args: argparse.Namespace) -> Any:
 
 
 def _default_folder(args: argparse.Namespace, found: Any, other: Any = None) -> Path:
-    """In the run, named after what was asked; for weights that are not in a run of ours, here."""
+    """A folder in the run, named after step, split, best_of and comparison; in the working directory without a run."""
     name = f"{found.folder.name}-{args.split}"
     if found.config.rollout.best_of > 1:
         name += f"-best-of-{found.config.rollout.best_of}"
@@ -145,7 +145,7 @@ def _default_folder(args: argparse.Namespace, found: Any, other: Any = None) -> 
 
 
 def _own_folder(folder: Path, asked: Mapping[str, Any], *, overwrite: bool) -> Path:
-    """The folder, or one beside it where that holds the results of other episodes or another seed."""
+    """The folder, or a sibling if it holds results for another number of episodes or another seed."""
     import json
 
     try:
@@ -159,7 +159,7 @@ def _own_folder(folder: Path, asked: Mapping[str, Any], *, overwrite: bool) -> P
 
 
 def _asked(args: argparse.Namespace, found: Any) -> dict[str, Any]:
-    """Everything that determines the result: equal entries mean equal evaluations."""
+    """The settings that determine the result."""
     from pirl.config_io import tag, to_dict
 
     config = found.config
@@ -205,7 +205,7 @@ def check_target(file: Path, asked: Mapping[str, Any], *, overwrite: bool) -> No
 
 
 def _evaluate(args: argparse.Namespace, found: Any, pool: Any, films: Any) -> Any:
-    """Load one checkpoint and act out all contexts; `films` takes what it wants. Its weights are freed at the end."""
+    """Load a checkpoint and run all contexts; `films` gets every rollout. The weights are freed afterwards."""
     from pirl.progress import Progress
     from pirl.rollout.contexts import fixed_contexts
     from pirl.rollout.evaluate import evaluate
@@ -227,7 +227,7 @@ def _evaluate(args: argparse.Namespace, found: Any, pool: Any, films: Any) -> An
 
 
 def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None:
-    """Videos and a filmstrip; those of another evaluation go."""
+    """Write videos and a filmstrip; deletes those of an earlier evaluation."""
     import warnings
 
     from pirl.envs.make import make_env
@@ -239,7 +239,7 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
         old.unlink()
     try:
         env = make_env(env_config)
-    except PirlError:  # it runs elsewhere
+    except PirlError:  # the simulator is not installed here
         env = None
     films = write_films(rollouts, env, out, fps=fps)
     if env is not None:
@@ -249,7 +249,7 @@ def _film(rollouts: Sequence[Any], env_config: Any, fps: int, out: Path) -> None
 
 
 def _films(out: Path) -> list[Path]:
-    """The films of an evaluation and their strip."""
+    """An evaluation's video files and filmstrip."""
     films = [path for path in sorted(out.glob("*.mp4")) if re.fullmatch(r"(success|failure)-\d{4,}\.mp4", path.name)]
     return films + [path for path in (out / STRIP,) if path.exists()]
 
@@ -279,7 +279,7 @@ def write_result(file: Path, result: Mapping[str, Any]) -> str:
 
 
 def _show(result: Mapping[str, Any], evaluated: Mapping[str, Any], out: Path) -> None:
-    """Tables and where the files are."""
+    """Print tables and the files' paths."""
     shown = console()
     for name, evaluation in evaluated.items():
         of = result[name] if name else result

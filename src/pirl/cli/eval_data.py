@@ -10,7 +10,7 @@ from pirl.cli.app import console
 
 FILE, SAMPLES = "held_out.json", "samples.csv"
 WORST = 5
-"""Samples with the largest loss that are printed."""
+"""Number of samples with the largest losses to print."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoints = {"": found}
     if args.compare:
         other = find_checkpoint(args.compare, best=args.best, config=recipe)
-        # The same rows and the same noise.
+        # Same rows and same noise for both.
         config = replace(other.config, held_out=found.config.held_out, seed=found.config.seed)
         checkpoints["compared_with"] = replace(other, config=config)
     data, trained = judged_data(found.config, args.data)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_samples(file: Path, samples: Mapping[str, Sequence[float]]) -> None:
-    """One line per row of the data: its losses and values, to look for those that are odd."""
+    """Write a CSV with one line per row: its losses and values, to find outliers."""
     import csv
     import io
 
@@ -75,7 +75,7 @@ def _write_samples(file: Path, samples: Mapping[str, Sequence[float]]) -> None:
 
 
 def _asked(found: Any, data: Any, trained: bool) -> dict[str, Any]:
-    """Everything that determines the result."""
+    """The settings that determine the result."""
     from pirl.config_io import to_dict
 
     config = found.config
@@ -94,7 +94,7 @@ def _asked(found: Any, data: Any, trained: bool) -> dict[str, Any]:
 
 
 def _show(result: Mapping[str, Any], file: Path, samples: Mapping[str, Sequence[float]]) -> None:
-    """Tables and where the file is."""
+    """Print tables and the file's path."""
     shown = console()
     told = [result, *([result["compared_with"]] if "compared_with" in result else [])]
     shown.print(_measured_on(told[0]), highlight=False)
@@ -109,7 +109,7 @@ def _show(result: Mapping[str, Any], file: Path, samples: Mapping[str, Sequence[
 
 
 def _worst(samples: Mapping[str, Sequence[float]]) -> str:
-    """The samples to look at first."""
+    """A line with the samples of largest flow loss."""
     if "flow_loss" not in samples:
         return ""
     rows = sorted(zip(samples["flow_loss"], samples["episode"], samples["step"], strict=True), reverse=True)[:WORST]
@@ -129,7 +129,7 @@ def _measured_on(one: Mapping[str, Any]) -> str:
 
 
 def _metrics(told: Sequence[Mapping[str, Any]]) -> Any:
-    """Every number, a column for each checkpoint."""
+    """A table of all metrics, one column per checkpoint."""
     from rich.table import Table
 
     table = Table("metric", *(_name(one) for one in told))
@@ -141,7 +141,7 @@ def _metrics(told: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _dimensions(told: Sequence[Mapping[str, Any]]) -> Any:
-    """Action error of every dimension, in the robot's units."""
+    """A table of action errors by dimension, in robot units."""
     from rich.table import Table
 
     kinds = [(one, kind) for one in told for kind in one["result"]["action_error"]]

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the weights and write them in the other form."""
+    """Load the weights and write them in the chosen form."""
     from pirl.checkpoints.export_folder import check_replaceable
     from pirl.checkpoints.fetch import fetch
     from pirl.checkpoints.handover import BESIDE
@@ -115,7 +115,7 @@ def _run_config(folder: Path) -> "RLTrainConfig | None":
 
 
 def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[str]) -> dict[str, str]:
-    """The file that tells OpenPI how to serve this; nothing for a policy that is none of OpenPI's."""
+    """Additional text files: OpenPI's config for this checkpoint; none for an MLP policy."""
     from pirl.checkpoints import handover
     from pirl.data.assets import named_asset
     from pirl.data.transforms import suffixed
@@ -143,7 +143,7 @@ def _handover(config: "RLTrainConfig", args: argparse.Namespace, assets: list[st
 
 
 def _only_task(config: "RLTrainConfig") -> str | None:
-    """The instruction of the data, where they are here and have one alone."""
+    """The datasets' instruction, if they are on this machine and share a single one."""
     from pirl.data import lerobot
     from pirl.errors import PirlError
 
@@ -156,7 +156,7 @@ def _only_task(config: "RLTrainConfig") -> str | None:
 
 
 def _load(path: Path, found: Any, config: Any, *, dtype: str | None) -> Any:
-    """The weights of a checkpoint: with the stored shapes if the files define them, otherwise with the preset's."""
+    """Load a checkpoint's weights: an OpenPI checkpoint defines its shapes, other files need the preset's."""
     from pirl.checkpoints import compare as fit
     from pirl.checkpoints import weights
     from pirl.models.pi0 import param_shapes
@@ -204,7 +204,7 @@ def _save_pytorch(
 
 
 def variant_of(shape: tuple[int, ...], default: str) -> str:
-    """OpenPI's name for a Gemma whose feed-forward has this shape."""
+    """OpenPI's name for a Gemma whose feed-forward weights have this shape; `default` with a warning if unknown."""
     from pirl.models.config import GEMMA_VARIANTS
 
     for name, gemma in GEMMA_VARIANTS.items():
@@ -219,7 +219,7 @@ def _warn(message: str) -> None:
 
 
 def _check_target(out: Path, source: Path) -> None:
-    """Before gigabytes are read: the target is not what is being read."""
+    """Raise if the output folder is or contains the source, before gigabytes are read."""
     out, source = out.expanduser().resolve(), source.resolve()
     if source.is_relative_to(out):
         raise CheckpointError(f"{out} is or contains the checkpoint that is exported", hint="write to another folder")

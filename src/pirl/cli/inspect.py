@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the description of what was named."""
+    """Print the description of the recipe, checkpoint or dataset."""
     for line in {"recipe": recipe, "checkpoint": checkpoint, "data": data}[args.what](args):
         print(line)
     return 0
@@ -87,7 +87,7 @@ def data(args: argparse.Namespace) -> Iterator[str]:
 
 
 def checkpoint(args: argparse.Namespace) -> Iterator[str]:
-    """A checkpoint's summary, and its arrays if asked for."""
+    """A checkpoint's summary and, with --leaves, its arrays."""
     from pirl.checkpoints.fetch import fetch
     from pirl.checkpoints.inspect import describe, render
 
@@ -99,7 +99,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[str]:
 
 
 def recipe(args: argparse.Namespace) -> Iterator[str]:
-    """A table of a policy's parameters: by part, and leaf by leaf if asked for."""
+    """A table of a policy's parameters by part and, with --leaves, every leaf."""
     from pirl.errors import did_you_mean
     from pirl.models.config import FreezeRule
     from pirl.models.freeze import freeze_dtypes, trainable_mask
@@ -129,7 +129,7 @@ def recipe(args: argparse.Namespace) -> Iterator[str]:
 
 
 def policy_of(name: str) -> tuple[Any, Any]:
-    """The π₀ of a recipe, YAML file or model preset, and the rule by which it trains."""
+    """(model, freeze rule) of a recipe, YAML file or model preset."""
     from pirl.errors import ConfigError, did_you_mean
     from pirl.models.config import PRESETS, Pi0Config
     from pirl.models.freeze import default_rule

@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
 
     robot = get_robot(args.robot)
     folder = args.out or Path("assets") / asset_id(args.data[0])
-    if not args.overwrite:  # before minutes are spent on it
+    if not args.overwrite:  # check before computing for minutes
         check_absent(folder)
     sources = []
     for name in args.data:
         root = lerobot.resolve(name)
         state_key, action_key = find_columns(robot, lerobot.read_meta(root).features)
-        # A rule that needs no columns: outcomes do not matter here, and neither do pictures.
+        # Statistics need neither outcomes nor images: use a rule without columns, and no cameras.
         rule = OutcomeRule(rule="sparse_success")
         source = LeRobotSource(root, cameras={}, state_key=state_key, action_key=action_key, outcome=rule)
         sources.append(source)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows what is planned at the moment: one variation of a full-size model takes seconds."""
+    """Yields a function that shows the variation being planned; a full-size model takes seconds per variation."""
     from rich.console import Console
 
     console = Console(stderr=True)

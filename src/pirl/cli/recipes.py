@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or write what was asked for."""
+    """List, show or copy recipes."""
     for line in {"ls": ls, "show": show, "cp": cp}[args.action](args):
         print(line)
     return 0

@@ -91,7 +91,7 @@ def _root(args: argparse.Namespace) -> Path:
 
 
 def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int, int]:
-    """Numbers of recorded episodes, steps and successes."""
+    """Record; returns the numbers of (episodes, steps, successes)."""
     from pirl.progress import Progress
     from pirl.rollout.record import RolloutRecorder, num_recorded, recording_contexts
 
@@ -113,7 +113,7 @@ def _record(args: argparse.Namespace, config: Any, root: Path) -> tuple[int, int
 
 
 def _expert(args: argparse.Namespace, config: Any) -> tuple[Any, Any]:
-    """The environment's facts, and a function from contexts to rollouts."""
+    """(the environment's facts, a function from contexts to the expert's rollouts)."""
     from pirl.envs.make import make_batch
     from pirl.rollout.pool import EnvInfo
     from pirl.rollout.record import expert_rollouts, parse_dials
@@ -130,7 +130,7 @@ def _expert(args: argparse.Namespace, config: Any) -> tuple[Any, Any]:
 
 
 def _policy(args: argparse.Namespace, config: Any, parts: ExitStack) -> tuple[Any, Any]:
-    """The same for a checkpoint, in the recipe's environment."""
+    """Like `_expert`, for a checkpoint in the recipe's environment."""
     from dataclasses import replace
 
     from pirl.rollout.collect import collect, numbered
@@ -149,7 +149,7 @@ def _policy(args: argparse.Namespace, config: Any, parts: ExitStack) -> tuple[An
 
 
 def _next_commands(args: argparse.Namespace, config: Any) -> Iterator[str]:
-    """Purpose of the dataset."""
+    """Lines with commands that use the dataset."""
     from pirl.data.assets import asset_id
 
     name = str(args.root or args.repo_id)

@@ -1,4 +1,4 @@
-"""Resuming a run: its own settings, changed by the flags of this command line."""
+"""Resume a run with its saved settings, changed by this command line's flags."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from pirl.errors import ConfigError
 from pirl.names import CONFIG_FILE, PARAMS_ITEM
 
 _NEW_RUNS_ONLY = ("--debug", "--variant")
-"""Flags that change a whole configuration; saved settings already include their effect."""
+"""Flags that rewrite the whole configuration; saved settings already include their effect."""
 
 
 def is_run(source: str) -> bool:
@@ -50,7 +50,7 @@ def with_changes(saved: RLTrainConfig, flags: Sequence[str], *, prog: str, about
 
 
 def describe(saved: RLTrainConfig, config: RLTrainConfig, step: int | None) -> str:
-    """Summary of a resumed run."""
+    """Text for the user: the step it resumes from and the changed settings."""
     changes: list[Change] = diff(saved, config)
     where = f"from step {step}" if step is not None else "without a checkpoint yet"
     head = f"resuming {config.run_dir} {where}, with its own settings"

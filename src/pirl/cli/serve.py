@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, compile, then serve until stopped; or compare with a dataset."""
+    """Load, compile and serve until stopped; or compare with a dataset, or fit novelty."""
     _check_extra()
     from pirl.recipes import load
     from pirl.serve.load import loader
@@ -139,7 +139,7 @@ def _settings(args: argparse.Namespace) -> Any:
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """The key; never from the command line, where other users could read it."""
+    """The API key from a file or the environment; not from the command line, which other users can read."""
     from pirl.errors import ConfigError
 
     if file is None:
@@ -184,7 +184,8 @@ def _serve(args: argparse.Namespace, planners: Any, settings: Any) -> int:
     from pirl.errors import PirlWarning
     from pirl.serve.server import PolicyServer
 
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
+    style = "%(asctime)s %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=style, force=True)  # libraries set their own
     logging.getLogger("pirl.serve").setLevel(logging.INFO)
     logging.getLogger("pirl.serve.websockets").setLevel(logging.WARNING)
     if not settings.is_local and settings.api_key is None:
@@ -238,7 +239,7 @@ def _recorder(args: argparse.Namespace, server: Any) -> Any:
 
 
 def _fit_novelty(args: argparse.Namespace, recipe: Any) -> int:
-    """Fit the novelty check to the checkpoint's features of its data, and store it beside the weights."""
+    """Store features of the training data for the novelty check."""
     from pirl.serve.novelty import FILE, fit_dataset
     from pirl.training.acting import find_checkpoint, load_acting
 
@@ -253,7 +254,7 @@ def _fit_novelty(args: argparse.Namespace, recipe: Any) -> int:
 
 
 def _shadow(args: argparse.Namespace, planners: Any) -> int:
-    """Compare with a recorded dataset, and print."""
+    """Compare with a recorded dataset and print the result."""
     import json
 
     from pirl.data import lerobot
@@ -279,7 +280,7 @@ def _shadow(args: argparse.Namespace, planners: Any) -> int:
 
 
 def _show(name: str, found: Any) -> None:
-    """Error by step of the chunk, and by action dimension."""
+    """Print errors by action dimension and by step of the chunk."""
     import numpy as np
     from rich.table import Table
 

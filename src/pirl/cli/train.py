@@ -62,7 +62,7 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Resolve the configuration and train."""
-    # What follows the recipe reaches argparse as one remainder; flags before it were parsed already.
+    # Words after the recipe arrive as one remainder, so parse the modes in it; flags before it are parsed already.
     modes = argparse.ArgumentParser(prog=f"pirl {NAME}", add_help=False, allow_abbrev=False)
     _add_modes(modes)
     words = ["--dry-run" if word == "--dry_run" else word for word in args.settings]
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _take_auto(words: list[str]) -> tuple[bool, list[str]]:
-    """Whether `--resume auto` is among the words, and the words with a plain `--resume`."""
+    """(whether the words contain `--resume auto`, the words with a plain `--resume` instead)."""
     joined = ["--resume" if word == "--resume=auto" else word for word in words]
     auto = joined != words
     for at, word in enumerate(joined[:-1]):
@@ -92,7 +92,7 @@ def _take_auto(words: list[str]) -> tuple[bool, list[str]]:
 
 
 def _config(source: str, settings: list[str], *, resume: bool, overwrite: bool) -> "tuple[RLTrainConfig, bool]":
-    """The configuration, and whether it resumes a run; prints what it resumes."""
+    """(configuration, whether it resumes a run); prints what it resumes."""
     from pirl.cli.resume import describe, is_run, saved_settings, with_changes
     from pirl.recipes import cli, is_known
 

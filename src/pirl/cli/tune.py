@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, config: Any) -> None:
-    """Can trials of this configuration be compared?"""
+    """Raise if trials of this configuration cannot be compared, or the extra is missing."""
     import importlib.util
 
     from pirl.config import check_name
@@ -150,7 +150,7 @@ def _write_page(study: Any, recipe: str, settings: Sequence[str]) -> None:
 
 
 def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
-    """The table, where everything is, and what to do next."""
+    """Print the table of trials, the output files and the next commands."""
     from rich.table import Table
 
     from pirl.tune.results import BEST_FILE, RESULTS_FILE, TABLE_FILE, described
@@ -172,7 +172,7 @@ def _show(study: Any, recipe: str, settings: Sequence[str]) -> None:
 
 
 def _next_commands(study: Any, recipe: str, settings: Sequence[str]) -> list[str]:
-    """Measure the best trial on test states; train it again, by flags or from its file."""
+    """Commands that evaluate the best trial on test states, and that train it again by flags or from its file."""
     import shlex
 
     from pirl.tune.results import BEST_FILE
@@ -191,7 +191,7 @@ def _next_commands(study: Any, recipe: str, settings: Sequence[str]) -> list[str
 
 
 def _without(settings: Sequence[str], taken: Any) -> list[str]:
-    """The flags of a command line but those that set what a search has found."""
+    """The command line's flags without those for searched settings."""
     kept: list[str] = []
     keeping = True
     for word in settings:

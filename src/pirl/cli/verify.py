@@ -1,4 +1,4 @@
-"""`pirl verify`: compare a checkpoint with its checksums, byte by byte."""
+"""`pirl verify`: compare all files of checkpoints with their checksums."""
 
 import argparse
 from collections.abc import Iterator

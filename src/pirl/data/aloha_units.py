@@ -1,8 +1,8 @@
 """ALOHA's joints and grippers in π₀'s pretraining space, and back.
 
-Some joints turn the other way there, and grippers are angles between encoder counts 2405 and 3110 of 4096 (zero at
-2048). ALOHA's runtime states them as a share of the way between two finger positions in metres, and commands them as a
-share of the way between two joint angles.
+There some joints have the opposite sign, and grippers are angles between encoder counts 2405 and 3110 of 4096 (zero at
+2048). ALOHA's runtime reports grippers as a fraction between two finger positions in metres, and commands them as a
+fraction between two joint angles.
 """
 
 import numpy as np
@@ -28,14 +28,14 @@ def aloha_state_to_pi(state: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
 
 
 def aloha_actions_to_pi(actions: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
-    """ALOHA's actions in π₀'s pretraining space; a gripper command is offset, not scaled, as it is in radians."""
+    """ALOHA's actions in π₀'s pretraining space. Gripper commands become radians minus π₀'s offset, without scaling."""
     out = _FLIPS * actions
     out[..., _GRIPPERS] = out[..., _GRIPPERS] * (_JOINT_OPEN - _JOINT_CLOSED) + _JOINT_CLOSED - _PI_CLOSED
     return out
 
 
 def aloha_actions_from_pi(actions: Float[Array, "*B 14"]) -> Float[Array, "*B 14"]:
-    """The inverse."""
+    """Inverse of `aloha_actions_to_pi`."""
     out = _FLIPS * actions
     out[..., _GRIPPERS] = (out[..., _GRIPPERS] + _PI_CLOSED - _JOINT_CLOSED) / (_JOINT_OPEN - _JOINT_CLOSED)
     return out

@@ -1,8 +1,8 @@
 """A cache of decoded frames: each video is decoded once instead of once per sample.
 
-Frames lie as uint8 at the model's size, one `.npy` per episode and camera, in a folder named by a hash of everything
-they depend on: a changed dataset or setting finds another folder, never stale pictures. Files appear whole or not at
-all: builders may be killed, and several may run at once. Every process checks a file's checksum when it first opens it.
+Stores uint8 frames at the model's size, one `.npy` per episode and camera, in a folder named by a hash of everything
+they depend on, so a changed dataset or setting never reads stale images. Writes are atomic: builders may be killed, and
+several may run at once. Every process verifies a file's checksum when it first opens it.
 """
 
 import contextlib
@@ -54,17 +54,17 @@ class CacheConfig:
     tier: Tier = "auto"
     """ram, disk, pool, or auto."""
     folder: str | None = None
-    """Folder of the disk tier; $PIRL_HOME/frames if None."""
+    """Folder of the disk tier. None: $PIRL_HOME/frames."""
     workers: int = 0
-    """Threads that decode; one per core if 0."""
+    """Decoding threads. 0: one per core."""
     pool_bytes: int = 4 * 2**30
-    """How much the pool tier keeps beyond what its caller holds."""
+    """Bytes of recently decoded frames the pool tier keeps, beyond those its caller holds."""
 
 
 def cache_key(
     meta: DatasetMeta, camera: str, size: int | None, method: video.Resize, *, letterbox: bool = False
 ) -> str:
-    """A hash of all that decides the pixels of one camera: metadata, files, size, resize method, this code."""
+    """A hash of everything that determines one camera's pixels: metadata, files, size, resize method, code version."""
     digest = hashlib.sha256(journal.opened(meta.root, meta.root / INFO_FILE, Path.read_bytes))
     digest.update(repr((CODE_VERSION, camera, size, method, letterbox)).encode())
     files: dict[Path, None] = {}
@@ -79,7 +79,7 @@ def cache_key(
 
 
 def choose_tier(*, total: int, missing: int, memory: int, disk: int) -> tuple[Tier, str]:
-    """The tier for `total` bytes of frames of which `missing` are not on disk yet, and the reason in words."""
+    """The tier for `total` bytes of frames, `missing` of them not on disk yet, and the reason in words."""
     if missing == 0:
         return "disk", "they are on disk already"
     if total <= min(_SMALL, memory // 2):
@@ -92,7 +92,7 @@ def choose_tier(*, total: int, missing: int, memory: int, disk: int) -> tuple[Ti
 
 
 class RecentArrays:
-    """Arrays by name, the ones asked for last; the others go when the sum of costs exceeds the limit. Thread-safe."""
+    """An LRU cache of arrays, bounded by the sum of their costs. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -101,7 +101,7 @@ class RecentArrays:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> np.ndarray | None:
-        """The array of that name, or None."""
+        """The array, marked as most recently used; None on a miss."""
         with self._lock:
             if (found := self._kept.get(key)) is None:
                 return None
@@ -109,7 +109,7 @@ class RecentArrays:
             return found[0]
 
     def put(self, key: Hashable, array: np.ndarray, cost: int) -> None:
-        """Keep an array, at the cost of others."""
+        """Add or replace an array and evict the least recently used ones beyond the limit."""
         with self._lock:
             self._cost += cost - self._kept.pop(key, (None, 0))[1]
             self._kept[key] = array, cost
@@ -127,17 +127,17 @@ def map_limit() -> int:
         return allowed // 2
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (ValueError, OSError):  # some systems allow less than they say
+    except (ValueError, OSError):  # some systems refuse values within the reported hard limit
         return soft // 2
     return allowed // 2
 
 
-_MAPS = RecentArrays(limit=0)  # one for all datasets, because the limit on open files is one for all
+_MAPS = RecentArrays(limit=0)  # shared by all datasets, because the limit on open files is per process
 _CHECKED: set[tuple[str, int, int]] = set()
 
 
 class FrameCache:
-    """The frames of some cameras of one dataset. Thread-safe; decodes nothing before it is asked to."""
+    """Decoded frames of one dataset's cameras. Thread-safe and lazy: nothing is decoded before `build` or `frames`."""
 
     def __init__(
         self,
@@ -153,25 +153,25 @@ class FrameCache:
         self.meta, self.size, self.method, self.letterbox = meta, size, method, letterbox
         self.config = config or CacheConfig()
         self.tier: Tier = self.config.tier
-        """As configured; once built, as chosen (and `pool` after a full disk)."""
+        """As configured; after `build` the chosen tier (`pool` if the disk was full)."""
         root = Path(self.config.folder) if self.config.folder else paths.pirl_home() / "frames"
         self.folders = {
             camera: root.expanduser() / meta.root.name / f"{camera}-{key}"
             for camera in cameras
             if (key := cache_key(meta, camera, size, method, letterbox=letterbox))
         }
-        """Per camera, where the disk tier keeps its files."""
+        """Folder of each camera's files in the disk tier."""
         self._places = {camera: str(folder) for camera, folder in self.folders.items()}
         self._decoded = RecentArrays(self.config.pool_bytes)
         self._building, self._built = threading.Lock(), not self.folders
 
     @property
     def nbytes(self) -> int:
-        """Size of all frames, decoded."""
+        """Decoded size of all frames."""
         return sum(self._bytes(key) for key in self._keys())
 
     def path(self, position: int, camera: str) -> Path:
-        """The file of one camera of the episode at that position."""
+        """The cache file of one camera of the episode at `position`."""
         return self.folders[camera] / f"episode_{self.meta.episodes[position].index:06d}.npy"
 
     def frame_size(self, camera: str) -> tuple[int, int]:
@@ -179,7 +179,7 @@ class FrameCache:
         return video.frame_size(self.meta, camera, self.size, letterbox=self.letterbox)
 
     def frames(self, position: int, camera: str) -> UInt8[np.ndarray, "T h w 3"]:
-        """The frames of one camera of the episode at that position (not its episode_index)."""
+        """The frames of one camera of the episode at `position` (not its episode_index)."""
         if not self._built:
             self.build()
         key = (position, camera)
@@ -189,7 +189,7 @@ class FrameCache:
         return array
 
     def build(self) -> None:
-        """Settle on a tier and, unless that is `pool`, decode what is missing. Does nothing the second time."""
+        """Choose the tier and, unless it is `pool`, decode missing frames. Idempotent."""
         with self._building:
             if self._built:
                 return
@@ -218,7 +218,7 @@ class FrameCache:
 
         def keep(key: tuple[int, str]) -> None:
             stored = self._stored(key) if self._is_complete(key) else None
-            self._decoded.put(key, self._decode(key) if stored is None else stored.copy(), 0)  # costs nothing: it stays
+            self._decoded.put(key, self._decode(key) if stored is None else stored.copy(), 0)  # cost 0: never evicted
 
         self._run(self._keys(), keep, "memory", doing="decoding" if missing else "loading")
 
@@ -228,7 +228,7 @@ class FrameCache:
                 folder.mkdir(parents=True, exist_ok=True)
                 _remove_leftovers(folder)
             if missing:
-                # Each builder begins somewhere else, so that two at once share most of the work.
+                # A random starting point per builder, so that concurrent builders share most of the work.
                 begin = random.randrange(len(missing))
                 where = f"{next(iter(self.folders.values())).parent} ({size(free)} free)"
                 self._run([*missing[begin:], *missing[:begin]], self._decode_to_disk, where)
@@ -251,7 +251,7 @@ class FrameCache:
         )
 
     def _decode_to_disk(self, key: tuple[int, str]) -> None:
-        if not self._is_complete(key):  # another builder may have been here
+        if not self._is_complete(key):  # another builder may have written it meanwhile
             write_array(self.path(*key), self._decode(key))
 
     def _run(
@@ -292,7 +292,7 @@ class FrameCache:
             return False
 
     def _map(self, key: tuple[int, str]) -> np.ndarray | None:
-        """The frames on disk, if they are there."""
+        """The memory-mapped frames; None if they are not on disk."""
         position, camera = key
         place = (self._places[camera], position)
         array = _MAPS.get(place)
@@ -302,7 +302,7 @@ class FrameCache:
         return array
 
     def _stored(self, key: tuple[int, str]) -> UInt8[np.ndarray, "T h w 3"]:
-        """The frames in a file, checked if this process has not opened it before; decoded again if it is damaged."""
+        """The frames in a file. Verifies the checksum on this process's first open; decodes again if damaged."""
         path, shape = self.path(*key), self._shape(key)
         # A plain view of the map: indexing a memmap itself is slow.
         content = np.asarray(np.memmap(path, np.uint8, mode="r"))
@@ -346,7 +346,7 @@ class FrameCache:
 
 
 def write_array(path: Path, array: UInt8[np.ndarray, "..."]) -> None:
-    """Write an `.npy` file that exists whole or not at all, even after a power cut, with a checksum behind it."""
+    """Write an `.npy` file atomically, also against power cuts, with a checksum appended."""
     header, pixels = _header(array.shape), np.ascontiguousarray(array)
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(header)
@@ -361,7 +361,7 @@ def _header(shape: tuple[int, ...]) -> bytes:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Temporary files of builders that were killed; a living one is never a day on one episode."""
+    """Delete temporary files of killed builders: those older than a day, since one episode takes far less."""
     for leftover in folder.glob(LEFTOVERS):
         with contextlib.suppress(FileNotFoundError):  # another builder has finished it meanwhile
             if time.time() - leftover.stat().st_mtime > _DAY:

@@ -1,6 +1,6 @@
-"""Problems of a run's data, found before a frame is decoded: datasets, tokenizer, statistics.
+"""Checks of a run's datasets, tokenizer and statistics before decoding a frame.
 
-Every function gives all problems it finds as errors with their hints, instead of raising the first one.
+Functions yield all problems as errors with hints instead of raising the first one.
 """
 
 from collections.abc import Generator, Iterator
@@ -25,15 +25,15 @@ from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
 
 
 class NotHereError(PirlError):
-    """Something that must be downloaded before it can be checked."""
+    """Cannot be checked before it is downloaded."""
 
 
 def dataset_problems(
     config: DataConfig, robot: Robot, *, image_size: int, download: bool = False
 ) -> Generator[PirlError, None, list[LeRobotSource]]:
-    """Datasets that are not there, do not hold what the robot has, or do not go together; returns those it opened.
+    """Yield problems of datasets that are missing, do not match the robot or cannot be mixed; returns the opened ones.
 
-    One that only the hub may have is `NotHereError`, unless it may be downloaded.
+    Without `download`, a dataset that may exist on the hub yields `NotHereError`.
     """
     sources: list[LeRobotSource] = []
     if config.repo_ids == (SYNTHETIC,):
@@ -68,7 +68,7 @@ def dataset_problems(
 
 
 def _size_problems(name: str, meta: lerobot.DatasetMeta, robot: Robot) -> Iterator[DataError]:
-    """State and actions of another size than the robot's."""
+    """Yield mismatches between the dataset's and the robot's state and action sizes."""
     state_keys, action_key = find_columns(robot, meta.features)
     for what, keys, expected in (
         (STATE, state_keys, robot.state_dim),
@@ -86,7 +86,7 @@ def _size_problems(name: str, meta: lerobot.DatasetMeta, robot: Robot) -> Iterat
 
 
 def tokenizer_problems(choice: str) -> Iterator[PirlError]:
-    """A tokenizer that is not there."""
+    """Yield the error of a tokenizer that cannot be loaded."""
     try:
         create_tokenizer(choice)
     except PirlError as error:

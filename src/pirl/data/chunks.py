@@ -1,30 +1,30 @@
 """Q-chunks: from episodes and start rows to the numbers of a batch. Pure and vectorised, NumPy only.
 
-A chunk starts at row t of an episode of T rows and spans `horizon` H actions, of which the critic scores the first
-`critic_horizon` h. Nothing ever crosses an episode's end. Two rules say what the critic learns near one:
+A chunk starts at row t of an episode of T rows and spans `horizon` H actions; the critic scores the first
+`critic_horizon` h. Nothing crosses an episode's end. Two rules define what the critic learns near it:
 
 `pad` (default). The chunk stops at the first terminated step, L = that step + 1, and the target is the reward alone.
 Without one, L = min(h, T-1-t) and the target bootstraps from s_{t+L}. The -1 is deliberate: LeRobot stores no
 observation after the last action, so when a recording is cut (truncated, or just over) inside or exactly at the end
-of a chunk, s_T does not exist. Bootstrapping from s_{T-1} with exponent T-t, or taking the cut for a terminal state,
-would both be biased. Going back one step is not: the rewards before T-1 plus γ^{T-1-t} V(s_{T-1}) are an honest return
-of the executed prefix. What is lost is the last reward of a cut episode, and its last row as a start: there L = 0, the
-target would be the value of the very state being learned, and `sequence_mask` is 0. (A success loses nothing.)
+of a chunk, s_T does not exist. Bootstrapping from s_{T-1} with exponent T-t, or treating the cut as a terminal state,
+would both be biased. Going back one step is not: the rewards before T-1 plus γ^{T-1-t} V(s_{T-1}) are an unbiased
+return of the executed prefix. A cut episode loses its last reward, and its last row as a start: there L = 0, the target
+would be the value of the very state being learned, and `sequence_mask` is 0. (A success loses nothing.)
 
 With `n_step` n > 1 the target looks further than the critic: h is n · `critic_horizon` in these rules, while the critic
-scores the first `critic_horizon` actions. The rewards behind them are those of the data's actions, so the value is
-partly that of the behaviour in the data: biased where the policy has left it.
+still scores the first `critic_horizon` actions. Rewards after them come from the data's actions, so targets are biased
+towards the behaviour in the data where the policy has left it.
 
-`drop` (Q-chunking's own rule, for reproduction). R_j, M_j, T_j and valid_j at index h-1; a chunk that crosses the end
-gives the critic nothing, and rewards after a success in mid-episode still count. Q-chunking stores s_T; we do not,
-so the one chunk that ends exactly on a cut gives nothing either.
+`drop` (Q-chunking's own rule, for reproduction). R_j, M_j, T_j and valid_j at index h-1; the critic skips chunks that
+cross the end, and rewards after a success in mid-episode still count. Q-chunking stores s_T and we do not, so the
+critic also skips the one chunk that ends exactly on a cut.
 
-The critic must not see where an episode ended: in rollouts a short chunk mostly means success, and a critic which can
-tell (zeros, a held last action, a mask) learns "short = good" instead of what the actions do. So the steps after the
-end are filled with what the policy meant to do (`Episode.intended`), and where nobody knows, with the same steps of
-another chunk of the batch, made to follow what is known (`choose_donors`, `fill_tails`): the jump from one motion to
-another would tell the end as well. That last fill happens after normalisation: actions may be relative to the chunk's
-first state, and only in the normalised space is a borrowed row one the critic could have met anyway.
+The critic must not see where an episode ended: in rollouts a short chunk mostly means success, and a critic that can
+tell (by zeros, a held last action, a mask) learns "short = good" instead of what the actions do. So the steps after the
+end are filled with the policy's plan (`Episode.intended`). Where there is none, they are borrowed from another chunk of
+the batch and made continuous with the known steps (`choose_donors`, `fill_tails`), since a jump would reveal the end as
+well. Borrowing happens after normalisation: actions may be relative to the chunk's first state, and only in normalised
+space is a borrowed step one the critic could have met anyway.
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,13 @@ from pirl.errors import DataError
 from pirl.names import IMAGE, IMAGE_MASK
 from pirl.records import Array, BatchSizes, BatchSpec, ChunkBatch, Episode, Spec, chunk_spec
 
-_NEVER = np.iinfo(np.int64).max // 2  # a row number no table reaches, with room to add to it
-_SEEN, _NOISE = 4, 1e-4  # known steps a tail is predicted from; how far they are trusted, as a share of the variance
+_NEVER = np.iinfo(np.int64).max // 2  # beyond any row number; halved so that additions do not overflow
+_SEEN, _NOISE = 4, 1e-4  # known steps that predict a tail; ridge regularisation as a share of the variance
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeTable:
-    """Episodes laid end to end; each row also knows how far the end and the next success are."""
+    """Concatenated episodes; every row also has the positions of its episode's end and next terminated step."""
 
     state: Float32[Array, "N S"]
     """Proprioception."""
@@ -57,21 +57,21 @@ class EpisodeTable:
     rewards: Float32[Array, "N"]
     """Reward of the row's action."""
     end: Int[Array, "N"]
-    """The row after the last one of this recording; a truncation in mid-episode ends it as well."""
+    """One past the last row of this recording; a truncation in mid-episode ends it as well."""
     terminated_at: Int[Array, "N"]
-    """The first terminated row from here to `end`; a huge number where there is none."""
+    """First terminated row in [row, end), or `_NEVER`."""
     plan_length: Int[Array, "N"]
-    """How many steps of the intended chunk are known; 0 without one."""
+    """Number of known steps of the intended chunk; 0 without one."""
     imitated: Bool[Array, "N"]
-    """May an actor imitate the chunk that starts here?"""
+    """Whether an actor may imitate the chunk that starts here."""
     acted_by: Int[Array, "N"]
-    """Who chose the row's action."""
+    """Who chose the row's action (`records.DEMONSTRATED`, ...)."""
     mc_return: Float32[Array, "N"]
     """Discounted return until the task terminates; NaN where the recording was cut."""
     seen_at: Int[Array, "N"]
-    """The row itself, or the last one before it that has an observation of its own."""
+    """The nearest row with its own observation, at or before this one."""
     episode: Int[Array, "N"]
-    """Which episode of the table the row belongs to."""
+    """Index of the row's episode in the table."""
     starts: Int[Array, "E"]
     """First row of each episode."""
     lengths: Int[Array, "E"]
@@ -79,7 +79,7 @@ class EpisodeTable:
     intended: tuple[Array | None, ...]
     """Each episode's intended chunks [T, H, A], or None."""
     numbers: Int[Array, "E"]
-    """A number of each episode, by its actions: the same in every table, run and process."""
+    """A number of each episode, its own or by its actions: the same in every table, run and process."""
     tasks: tuple[str, ...]
     """Each episode's instruction."""
     discount: float
@@ -92,9 +92,9 @@ class EpisodeTable:
 def tabulate(
     episodes: Sequence[Episode], *, discount: float, imitated: Imitated = "all", takeovers: TakeoverRule = NO_MEANING
 ) -> EpisodeTable:
-    """Lay episodes end to end. Refuses columns that do not fit together, naming the episode.
+    """Concatenate episodes. Raises if columns are inconsistent and names the episode.
 
-    `imitated` is about episodes with plans, the policy's own; `takeovers` about those that a person corrects.
+    `imitated` applies to episodes with plans (the policy's own), `takeovers` to episodes with operator interventions.
     """
     if not episodes:
         raise DataError(
@@ -128,7 +128,7 @@ def tabulate(
         starts=starts,
         lengths=lengths,
         intended=tuple(episode.intended for episode in episodes),
-        numbers=np.array([crc32(episode.actions.tobytes()) >> 1 for episode in episodes], np.int32),
+        numbers=np.array([_number(episode) for episode in episodes], np.int32),
         tasks=tuple(episode.task for episode in episodes),
         discount=discount,
     )
@@ -143,7 +143,7 @@ def chunk_outcomes(
     boundary: Boundary,
     n_step: int = 1,
 ) -> ChunkBatch:
-    """Everything of a batch that is neither observation nor action; the module's docstring has the rules."""
+    """The fields of a batch other than observations and actions, by the rules in the module docstring."""
     steps, ahead = np.arange(horizon), n_step * critic_horizon
     remaining = table.end[rows] - rows
     to_terminated = table.terminated_at[rows] - rows
@@ -180,9 +180,9 @@ def bootstrap_rows(table: EpisodeTable, rows: Int[Array, "B"], length: Int[Array
 
 
 def chunk_actions(table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int) -> Float32[Array, "B H A"]:
-    """The raw actions of each chunk; after the end what was intended, and after that the last action again.
+    """The raw actions of each chunk. After the episode's end: the plan, and beyond it the last action repeated.
 
-    The repetition is what OpenPI trains on, is masked by `valid`, and never reaches the critic (`fill_tails`).
+    OpenPI repeats the last action, too. `valid` masks the repetition, and it never reaches the critic (`fill_tails`).
     """
     actions = table.actions[_inside(table, rows, horizon)]
     remaining = table.end[rows] - rows
@@ -199,20 +199,20 @@ def chunk_actions(table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int) -
 
 
 def chunk_actors(table: EpisodeTable, rows: Int[Array, "B"], *, horizon: int) -> Int[Array, "B H"]:
-    """Who chose each step; after the end, who chose the last one."""
+    """Who chose each step; steps after the end repeat the last one."""
     return table.acted_by[_inside(table, rows, horizon)].astype(np.int32)
 
 
 def known_steps(table: EpisodeTable, rows: Int[Array, "B"], *, critic_horizon: int) -> Int[Array, "B"]:
-    """How many of the critic's steps were executed or at least intended; the rest has to be borrowed."""
+    """Number of the critic's steps that were executed or planned; the rest must be borrowed."""
     return np.minimum(critic_horizon, np.maximum(table.end[rows] - rows, table.plan_length[rows]))
 
 
 def choose_donors(chunks: Float[Array, "B h A"], known: Int[Array, "B"]) -> Int[Array, "B"]:
-    """For each chunk the chunk of the same batch that lends its tail: itself where all steps are known.
+    """For each chunk the index of the chunk in the batch that lends its tail; its own if all steps are known.
 
-    Of the chunks that are known to the end (else, where the batch has none, of all others) it is the one that is
-    nearest over the last two known steps, the first of equals: most of what it does next could follow here.
+    The donor is the fully known chunk nearest over the last two known steps, since its continuation is the most
+    plausible here; ties go to the first. If the batch has no fully known chunk, all others are candidates.
     """
     horizon = chunks.shape[1]
     donors = np.arange(len(chunks))
@@ -226,15 +226,15 @@ def choose_donors(chunks: Float[Array, "B h A"], known: Int[Array, "B"]) -> Int[
 
 
 def fill_tails(chunks: Float[Array, "B h A"], known: Int[Array, "B"], donors: Int[Array, "B"]) -> Float[Array, "B h A"]:
-    """The chunks, each with its unknown steps made of the same steps of chunk number `donors[i]`.
+    """Chunks with the unknown steps of chunk i filled from the same steps of chunk `donors[i]`.
 
-    The tail x of a chunk with known steps y, lent by a chunk with tail x' and y', is x' + C (y - y'). C predicts tails
-    from known steps linearly, by the covariance of the batch's whole chunks: were these Gaussian, x would be a draw
-    from what can follow y. Smooth motions go on without a jump, unrelated actions are lent as they are, and what lies
-    between gets its share. Nothing leaves the range of the whole chunks, and a switch (a dimension of two values, such
-    as a gripper) is lent as it is.
+    The tail of a chunk with known steps y, from a donor with tail x' and known steps y', is x' + C (y - y'). C is the
+    linear prediction of tails from known steps, from the covariance of the batch's fully known chunks: if these were
+    Gaussian, the result would be a sample of what follows y. So smooth motions continue without a jump, and
+    uncorrelated actions are copied unchanged. Results are clipped to the range of the fully known chunks. Dimensions
+    with only two values (such as a gripper's) are copied unchanged.
 
-    A donor that is itself too short (no chunk of the batch is whole) lends its known steps in turn.
+    A donor that is itself too short (no chunk of the batch is fully known) repeats its known steps cyclically.
     """
     horizon = chunks.shape[1]
     filled, steps, lengths = chunks.copy(), np.arange(horizon), np.unique(known[known < horizon])
@@ -258,7 +258,7 @@ def fill_tails(chunks: Float[Array, "B h A"], known: Int[Array, "B"], donors: In
 
 
 def _moving(whole: Float[Array, "n h A"]) -> Int[Array, "m"]:
-    """The dimensions that take more than two values; none where there is nothing to learn from."""
+    """The dimensions that take more than two values; none if there are fewer than two chunks."""
     if len(whole) < 2:
         return np.zeros(0, np.int64)
     ends = (whole == whole.min((0, 1))) | (whole == whole.max((0, 1)))
@@ -266,7 +266,7 @@ def _moving(whole: Float[Array, "n h A"]) -> Int[Array, "m"]:
 
 
 def _prediction(covariance: Float[Array, "A h h"], seen: slice) -> Float[Array, "A k t"]:
-    """C, transposed: the steps after those that were seen, from them; a little noise keeps it solvable."""
+    """Cᵀ of `fill_tails`: regresses the later steps on the `seen` ones; the ridge keeps it solvable."""
     noise = _NOISE * np.trace(covariance, axis1=1, axis2=2) / covariance.shape[1] + 1e-12
     of_seen = covariance[:, seen, seen] + noise[:, None, None] * np.eye(seen.stop - seen.start)
     return np.linalg.solve(of_seen, covariance[:, seen, seen.stop :])
@@ -275,9 +275,9 @@ def _prediction(covariance: Float[Array, "A h h"], seen: slice) -> Float[Array, 
 def validate_qchunking_batch_format(
     batch: ChunkBatch, *, next_observations: bool = True, corrections: bool = False
 ) -> None:
-    """Check keys, shapes and types of a batch against `chunk_spec`; works on host and device arrays alike.
+    """Check keys, shapes and dtypes of a batch (host or device arrays) against `chunk_spec`.
 
-    Pictures may be smaller than the model's, since their letterbox is added on the device.
+    Images may be smaller than the model's input, since the device adds the letterbox.
     """
     actions, critic = (_present(batch, key, 3) for key in ("actions", "critic_actions"))
     observations = batch.get("observations")
@@ -303,7 +303,7 @@ def validate_qchunking_batch_format(
 
 
 def _compare(found: Any, spec: BatchSpec, where: str) -> None:
-    """Every array of the spec, with its shape and kind of numbers."""
+    """Raise unless every array of the spec is present with its shape and dtype kind."""
     for key, wanted in spec.items():
         name = f"{where}.{key}".lstrip(".")
         if found.get(key) is None:
@@ -334,17 +334,17 @@ def _present(batch: Any, key: str, ndim: int) -> Any:
 
 
 def _inside(table: EpisodeTable, rows: Int[Array, "B"], horizon: int) -> Int[Array, "B H"]:
-    """Row numbers t .. t+H-1, held at the last row of the episode."""
+    """Row numbers t .. t+H-1, clipped to the last row of the episode."""
     return np.minimum(rows[:, None] + np.arange(horizon), table.end[rows][:, None] - 1)
 
 
 def _next_row(marks: Int[Array, "N"]) -> Int[Array, "N"]:
-    """For every row the nearest mark from it on."""
+    """For every row the nearest mark at or after it."""
     return np.minimum.accumulate(marks[::-1])[::-1]
 
 
 def _plan_lengths(episode: Episode) -> Int[Array, "T"]:
-    """Known leading steps of each intended chunk: a plan that was shorter than H ends in NaN."""
+    """Number of leading steps of each intended chunk that are not NaN (shorter plans are padded with NaN)."""
     if episode.intended is None:
         return np.zeros(len(episode), np.int64)
     known = ~np.isnan(episode.intended).any(axis=-1)
@@ -363,7 +363,7 @@ def _imitated(episode: Episode, rule: Imitated) -> Bool[Array, "T"]:
 def _returns(
     rewards: Float[Array, "N"], terminated: Bool[Array, "N"], last: Bool[Array, "N"], discount: float
 ) -> Float32[Array, "N"]:
-    """Discounted returns, from the back; a recording that stops without terminating has none (NaN)."""
+    """Discounted returns to the end; NaN in recordings that stop without terminating."""
     returns, following = np.empty(len(rewards)), np.nan
     columns = zip(rewards.tolist(), terminated.tolist(), last.tolist(), strict=True)
     for row, (reward, done, cut) in reversed(list(enumerate(columns))):
@@ -372,8 +372,12 @@ def _returns(
     return returns.astype(np.float32)
 
 
+def _number(episode: Episode) -> int:
+    return crc32(episode.actions.tobytes()) >> 1 if episode.number is None else episode.number
+
+
 def _check_episode(number: int, episode: Episode, *, first: Episode) -> None:
-    """Columns of equal length and, over all episodes, vectors of equal size."""
+    """Raise unless columns have equal lengths and vectors have the sizes of the first episode's."""
     steps = len(episode)
     wanted: dict[str, tuple[int, ...]] = {
         **({} if episode.intervention is None else {"intervention": (steps,)}),

@@ -1,7 +1,7 @@
 """LeRobot features: required contents of a frame, and how columns are stored in parquet.
 
-The parquet schema carries Hugging Face's own description beside Arrow's, so that `datasets` reads the files: version 3
-(what reads v2.1) knows "Sequence", version 4 (what reads v3.0) knows "List".
+The parquet schema includes Hugging Face's description besides Arrow's, so that `datasets` can read the files: its
+version 3 (used for v2.1) knows "Sequence", version 4 (used for v3.0) knows "List".
 """
 
 import json
@@ -26,7 +26,7 @@ STANDARD_FEATURES: dict[str, dict[str, Any]] = {
     "index": {"dtype": "int64", "shape": [1], "names": None},
     "task_index": {"dtype": "int64", "shape": [1], "names": None},
 }
-"""The columns every LeRobot dataset has; the writer fills them in."""
+"""The columns of every LeRobot dataset; the writer adds them."""
 
 _PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -38,23 +38,23 @@ class Column:
     key: str
     """Its name, e.g. observation.state."""
     dtype: str
-    """A NumPy dtype, or one of string, image (PNG in the parquet) and video (mp4 beside it)."""
+    """A NumPy dtype, `string`, `image` (PNG in the parquet) or `video` (a separate mp4)."""
     shape: tuple[int, ...]
     """Shape of one frame's value. Pictures are always height, width, 3, whichever order info.json lists."""
 
     @property
     def is_picture(self) -> bool:
-        """Whether a frame's value is a picture."""
+        """Whether it is an image or video feature."""
         return self.dtype in PICTURES
 
     @property
     def is_scalar(self) -> bool:
-        """LeRobot stores features of shape (1,) as plain scalars."""
+        """Whether the shape is (1,), which LeRobot stores as a plain scalar."""
         return self.shape == (1,)
 
 
 def parse_features(features: Mapping[str, Any]) -> tuple[Column, ...]:
-    """The columns that LeRobot's feature dictionary describes; refuses what the format cannot hold."""
+    """The columns of LeRobot's feature dictionary; raises for features the format cannot store."""
     if not features:
         raise DataError(
             "the dataset has no features",
@@ -82,7 +82,7 @@ def _parse(key: str, feature: Any) -> Column:
 
 
 def check_frame(columns: Sequence[Column], frame: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """The frame's values as arrays of the columns' shapes and dtypes (strings as they are)."""
+    """Validate a frame; returns its values as arrays of the columns' shapes and dtypes (strings unchanged)."""
     keys = [column.key for column in columns]
     missing, unknown = [k for k in keys if k not in frame], [k for k in frame if k not in keys]
     if missing or unknown:
@@ -113,7 +113,7 @@ def _check_value(column: Column, value: Any, *, where: str) -> Shaped[np.ndarray
             hint="convert it on purpose: pictures to 0-255 integers, numbers with astype",
         )
     with np.errstate(over="ignore"):
-        # Pictures are consumed at once; numbers are kept, and robots hand out the same buffer every step.
+        # Copy numbers: they are kept, and robots reuse one buffer for every step. Images are consumed at once.
         stored = array.astype(dtype, copy=not column.is_picture)
     if dtype.kind == "f" and not np.isfinite(stored).all():
         bad = np.flatnonzero(~np.isfinite(stored.ravel()))
@@ -127,7 +127,7 @@ def _check_value(column: Column, value: Any, *, where: str) -> Shaped[np.ndarray
 
 
 def make_table(columns: Sequence[Column], values: Mapping[str, Any], *, version: str) -> pa.Table:
-    """The episode's rows, with Arrow's and Hugging Face's schema; video columns have no rows."""
+    """The episode's rows with Arrow's and Hugging Face's schema; video columns are omitted."""
     stored = [column for column in columns if column.dtype != "video"]
     arrays = [_arrow_array(column, values[column.key], version=version) for column in stored]
     described = {column.key: _huggingface_type(column, version=version) for column in stored}

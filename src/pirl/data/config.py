@@ -162,7 +162,7 @@ class DataConfig(Checked):
 
     @property
     def success_files(self) -> tuple[str | None, ...]:
-        """The success file of each dataset, None where there is none."""
+        """The success file of each dataset, or None."""
         if self.success_file is None:
             return (None,) * len(self.repo_ids)
         files = self.success_file if isinstance(self.success_file, tuple) else (self.success_file,)
@@ -170,12 +170,12 @@ class DataConfig(Checked):
 
     @property
     def takeover_cost(self) -> float:
-        """What is added to the reward of a step that a takeover is blamed on, where it is a failure."""
+        """Added to the reward of blamed steps (takeover failure): `takeover_reward`, or `failure_reward` if unset."""
         return self.failure_reward if self.takeover_reward is None else self.takeover_reward
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
-        """The rewards of a declared outcome rule; None where they are what was recorded."""
+        """Smallest and largest reward of a declared outcome rule; None for recorded rewards."""
         if self.outcome not in _REWARDS:
             return None
         low, high = _REWARDS[self.outcome]

@@ -25,7 +25,7 @@ from pirl.errors import ConfigError, DataError, did_you_mean
 from pirl.records import EpisodeSource
 
 SYNTHETIC = "synthetic"
-"""Instead of a dataset: demonstrations made on the spot (`data.synthetic`)."""
+"""A dataset name that stands for generated demonstrations (`data.synthetic`)."""
 
 
 def create_acrlpd_data_loader(
@@ -44,10 +44,10 @@ def create_acrlpd_data_loader(
     host_id: int = 0,
     host_count: int = 1,
 ) -> ACRLPDDataLoader:
-    """The batches of the datasets in `config`, and of `replay` once it holds something; without datasets of it alone.
+    """A loader of the datasets in `config` and of `replay`; at least one of them is required.
 
-    `transform` (see `create_transform`) also decides whose data it is and at what size pictures are kept. Frames that
-    the cache lacks are decoded before this returns. Close the loader, or use it as a context manager.
+    `transform` (see `create_transform`) also determines the robot and the size at which images are kept. Fills the
+    frame cache before it returns. Close the loader, or use it as a context manager.
     """
     height, width = transform.image_size
     if height != width:
@@ -78,7 +78,7 @@ def create_acrlpd_data_loader(
 def training_source(
     config: DataConfig, robot: Robot, *, image_size: int = 224
 ) -> tuple[EpisodeSource, EpisodeSource | None]:
-    """(the episodes to train on, those held out). To train on are only successes where that is asked."""
+    """(training episodes, held-out episodes or None). `successes_only` filters only the training episodes."""
     source, held_out = split(create_source(config, robot, image_size=image_size), config.held_out, config.seed)
     return successful(source) if config.successes_only else source, held_out
 
@@ -100,7 +100,7 @@ def create_transform(
 ) -> Transform:
     """The transform between the robot of `config` and a model of these sizes (arguments as in `Transform`).
 
-    A robot that has no name in the registry is given as `robot`, statistics that are not in a file as `norm_stats`.
+    Pass `robot` for one that is not in the registry, `norm_stats` for statistics that are not in a file.
     """
     robot = select_cameras(robot or get_robot(config.robot), config.cameras)
     return Transform(
@@ -121,16 +121,16 @@ def create_transform(
 def open_dataset(
     dataset: str | Path, robot: Robot | str, *, outcome: Rule = "auto", image_size: int = 224
 ) -> EpisodeSource:
-    """A LeRobot dataset (a folder or a repo id) as training reads it: episodes, rewards, ends, pictures on demand."""
+    """A LeRobot dataset (a folder or a repo id) as training reads it: episodes, rewards, ends, and images on demand."""
     config = DataConfig(repo_ids=(str(dataset),), outcome=outcome)
     return create_source(config, get_robot(robot) if isinstance(robot, str) else robot, image_size=image_size)
 
 
 def create_source(config: DataConfig, robot: Robot, *, image_size: int = 224) -> EpisodeSource:
-    """The datasets of `config`, mixed if they are several.
+    """The datasets of `config`, mixed if there are several.
 
-    Pictures of one camera that differ in proportion between datasets are stored with their black borders, since they
-    share a batch; otherwise those are left to the device.
+    If a camera's aspect ratio differs between datasets, images are stored with their letterbox, since they share a
+    batch; otherwise the device adds it.
     """
     if config.repo_ids == (SYNTHETIC,):
         return synthetic.demonstrations(seed=config.seed, pictures=bool(robot.cameras))
@@ -153,7 +153,7 @@ def open_source(
     *,
     letterbox: bool = False,
 ) -> LeRobotSource:
-    """One dataset of `config`: its numbers and outcomes are read and checked, its pictures are left alone."""
+    """Open one dataset of `config`: reads and checks numbers and outcomes, decodes no images."""
     state_key, action_key = find_columns(robot, meta.features)
     return LeRobotSource(
         meta.root,
@@ -182,13 +182,13 @@ def _proportions_differ(metas: Sequence[lerobot.DatasetMeta], robot: Robot, imag
 
 
 def find_columns(robot: Robot, features: Collection[str]) -> tuple[tuple[str, ...], str]:
-    """The dataset's columns that make up the state, and the one with the actions; LeRobot's own names if in doubt."""
+    """The dataset's state columns and action column; LeRobot's standard names if none of the robot's keys match."""
     state = next((keys for keys in robot.state_keys if set(keys) <= set(features)), (names.LEROBOT_STATE,))
     return state, next((key for key in robot.action_keys if key in features), names.LEROBOT_ACTION)
 
 
 def select_cameras(robot: Robot, slots: Collection[str] | None) -> Robot:
-    """The robot with only these of its cameras; None leaves it as it is."""
+    """The robot with only these camera slots; None: unchanged."""
     if slots is None:
         return robot
     for slot in slots:
@@ -204,7 +204,7 @@ def select_cameras(robot: Robot, slots: Collection[str] | None) -> Robot:
 
 
 def create_tokenizer(choice: str) -> Tokenizer | None:
-    """`paligemma`, `byte`, `word`, `none`, or your own sentencepiece file."""
+    """The tokenizer named `paligemma`, `byte`, `word` or `none`, or from a sentencepiece file."""
     if choice == "none":
         return None
     if choice == "byte":
@@ -215,9 +215,7 @@ def create_tokenizer(choice: str) -> Tokenizer | None:
 
 
 def find_norm_stats(config: DataConfig, robot: Robot, horizon: int) -> dict[str, NormStats]:
-    """The statistics in `assets_dir/asset_id/norm_stats.json`; the error for missing ones has the command to compute
-    them.
-    """
+    """The statistics in `assets_dir/asset_id/norm_stats.json`; if missing, the error says how to compute them."""
     if config.repo_ids == (SYNTHETIC,):
         return compute_norm_stats(create_source(config, robot), robot, horizon)
     if (folder := own_assets(config)) is None:

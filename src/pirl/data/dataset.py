@@ -21,7 +21,7 @@ MODEL_SIZE = 224
 
 
 class LeRobotSource(EpisodeSource):
-    """One LeRobot dataset. Numbers are read and checked at once; pictures are decoded when first asked for."""
+    """One LeRobot dataset. Reads and checks numeric columns at once; decodes images on first access."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class LeRobotSource(EpisodeSource):
     ) -> None:
         """Open a dataset folder or repo id.
 
-        `cameras` maps the model's slots to the dataset's feature keys. Several state or action keys are joined.
-        `letterbox` stores pictures with their black borders, for mixing them with pictures of other proportions.
+        `cameras` maps the model's slots to the dataset's feature keys. Several state or action keys are concatenated.
+        `letterbox` stores images with their black borders, so that datasets of different aspect ratios can be mixed.
         """
         self.meta, self.columns = rows.read_dataset(lerobot.resolve(path))
         for key in cameras.values():
@@ -64,23 +64,23 @@ class LeRobotSource(EpisodeSource):
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """The model's slots that this dataset fills."""
+        """The model's camera slots that this dataset fills."""
         return tuple(self._keys)
 
     def frame_sizes(self) -> dict[str, tuple[int, int]]:
-        """Height and width of the pictures of each slot."""
+        """Height and width of each slot's images."""
         return {slot: self.cache.frame_size(key) for slot, key in self._keys.items()}
 
     @property
     def letterbox(self) -> bool:
-        """Whether pictures include the black borders that make them square."""
+        """Whether images include the black borders that make them square."""
         return self._letterbox
 
     def __len__(self) -> int:
         return len(self.meta.episodes)
 
     def episode(self, index: int) -> Episode:
-        """Low-dimensional data of the episode at that position, as views of the arrays in memory."""
+        """Low-dimensional data of the episode at position `index`, as views of the arrays in memory."""
         meta, outcome = self.meta.episodes[index], self.outcomes[index]
         rows = slice(meta.start, meta.start + meta.length)
         return Episode(
@@ -97,11 +97,11 @@ class LeRobotSource(EpisodeSource):
         )
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
-        """Pictures of the episode at that position, by slot."""
+        """Images of the episode at position `index`, by slot."""
         return {slot: self.cache.frames(index, key) for slot, key in self._keys.items()}
 
     def prepare(self) -> bool:
-        """Choose the tier and decode what it keeps; True for the pool tier, which keeps nothing."""
+        """Choose the cache tier and fill it; True for the pool tier, which decodes on demand."""
         self.cache.build()
         return self.cache.tier == "pool"
 
@@ -131,7 +131,7 @@ class MixedSource(_Derived):
     """Several sources one after the other, with how often each episode is to be sampled."""
 
     def __init__(self, sources: Sequence[EpisodeSource], weights: Sequence[float | int] | None = None) -> None:
-        """Mix the sources; `weights` are the shares of samples they give (equal shares if None)."""
+        """Mix the sources; `weights` are their relative shares of samples (None: equal)."""
         if not sources:
             raise ConfigError("a mixed source of no sources", hint="name at least one dataset")
         shares = np.ones(len(sources)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -159,7 +159,7 @@ class MixedSource(_Derived):
         return np.concatenate([source.lengths for source in self.sources])
 
     def prepare(self) -> bool:
-        """Prepare all sources; True if one of them still decodes at each call."""
+        """Prepare all sources; True if any still decodes at each call."""
         found = [source.prepare() for source in self.sources]
         return any(found)
 
@@ -172,7 +172,7 @@ class MixedSource(_Derived):
         return source.episode(local)
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
-        """Pictures of one episode."""
+        """Images of one episode."""
         source, local = self._locate(index)
         return source.frames(local)
 
@@ -214,12 +214,12 @@ class SubsetSource(_Derived):
         return self.source.episode(self.kept[index])
 
     def frames(self, index: int) -> Mapping[str, UInt8[np.ndarray, "T h w 3"]]:
-        """Pictures of one episode."""
+        """Images of one episode."""
         return self.source.frames(self.kept[index])
 
 
 def successful(source: EpisodeSource) -> SubsetSource:
-    """Only the successful episodes of a source: what filtered imitation learns from."""
+    """Only the successful episodes of a source, for filtered imitation."""
     kept = [index for index in range(len(source)) if source.episode(index).success]
     if not kept:
         raise DataError(
@@ -230,7 +230,7 @@ def successful(source: EpisodeSource) -> SubsetSource:
 
 
 def _check_alike(sources: Sequence[EpisodeSource]) -> None:
-    """One batch holds samples of all sources, so they must have the same cameras, vector sizes and picture sizes."""
+    """Raise unless all sources have the same cameras, vector sizes and image sizes: one batch mixes their samples."""
     first = sources[0].episode(0)
     expected = (set(sources[0].cameras), first.state.shape[1], first.actions.shape[1])
     for number, source in enumerate(sources):
@@ -254,7 +254,7 @@ def _check_alike(sources: Sequence[EpisodeSource]) -> None:
 def read_vectors(
     meta: DatasetMeta, columns: Mapping[str, np.ndarray], keys: str | Sequence[str]
 ) -> Float32[np.ndarray, "N D"]:
-    """Columns of numbers as float32 vectors, every one of them finite, side by side."""
+    """Numeric columns, concatenated to float32 vectors; raises if a value is not finite."""
     parts = []
     for key in (keys,) if isinstance(keys, str) else keys:
         feature = meta.feature(key)
@@ -269,7 +269,7 @@ def read_vectors(
 
 
 def _check_rows(meta: DatasetMeta, column: np.ndarray, key: str, *, flags: bool = False) -> None:
-    """Every value is finite, and with `flags` 0 or 1."""
+    """Raise unless every value is finite, or with `flags` 0 or 1."""
     good = np.isin(column, (0, 1)) if flags else np.isfinite(column)
     good = good.reshape(len(column), -1).all(axis=1)
     if good.all():
@@ -285,7 +285,7 @@ def _check_rows(meta: DatasetMeta, column: np.ndarray, key: str, *, flags: bool 
 
 
 def read_tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """The instruction of each episode: that of its first frame."""
+    """The instruction of each episode: its first frame's. Warns about episodes in which the task changes."""
     tasks, changing = [], []
     for episode in meta.episodes:
         numbers = columns["task_index"][episode.start : episode.start + episode.length]
@@ -314,9 +314,9 @@ def read_tasks(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> tuple[st
 
 
 def _intended(columns: Mapping[str, np.ndarray], rows: slice, size: int) -> Float32[np.ndarray, "T H A"] | None:
-    """What a recorded policy meant to do from each row on: its chunk from the step that was due, then NaN.
+    """What a recorded policy planned from each row on: its chunk from the step that was due, then NaN.
 
-    None where the dataset has no such columns. Rows without a chunk (step -1) hold NaN alone.
+    None if the dataset lacks the columns. Rows without a chunk (step -1) are all NaN.
     """
     chunks, due = columns.get(names.INTENDED), columns.get(names.INTENDED_STEP)
     if chunks is None or due is None or chunks.ndim != 3 or chunks.shape[2] != size:
@@ -329,21 +329,21 @@ def _intended(columns: Mapping[str, np.ndarray], rows: slice, size: int) -> Floa
 
 
 def read_interventions(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "N"] | None:
-    """LeRobot's column `intervention`: which rows a person acted in. None where the dataset lacks it."""
+    """LeRobot's column `intervention`: rows in which an operator acted. None if the dataset lacks it."""
     if names.INTERVENTION not in meta.features:
         return None
     return _scalars(meta, columns, names.INTERVENTION, flags=True).astype(bool)
 
 
 def read_observed(meta: DatasetMeta, columns: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "N"] | None:
-    """pirl's column `observed`: which rows have an observation of their own. None where all have."""
+    """pirl's column `observed`: rows with their own observation. None if the dataset lacks it (all rows have one)."""
     if names.OBSERVED not in meta.features:
         return None
     return _scalars(meta, columns, names.OBSERVED, flags=True).astype(bool)
 
 
 def _scalars(meta: DatasetMeta, columns: Mapping[str, np.ndarray], key: str, *, flags: bool) -> Shaped[np.ndarray, "N"]:
-    """A column of one finite number per row; with `flags` each is 0 or 1, since what else they mean is unknown."""
+    """A column of one finite number per row; with `flags` only 0 and 1 are accepted, other values are ambiguous."""
     feature = meta.feature(key)
     if not feature.is_number or columns[key].ndim != 1:
         raise DataError(
@@ -358,7 +358,10 @@ def _scalars(meta: DatasetMeta, columns: Mapping[str, np.ndarray], key: str, *, 
 def read_outcomes(
     meta: DatasetMeta, columns: Mapping[str, np.ndarray], rule: OutcomeRule
 ) -> tuple[OutcomeRule, tuple[EpisodeOutcome, ...]]:
-    """The rule that applies, and the outcome of each episode."""
+    """The outcome rule in effect and each episode's outcome.
+
+    Labels of `pirl label` take precedence over next.success, unless there is a success file or the rule is `columns`.
+    """
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     by_people = bool(verdicts) and rule.success_file is None and rule.rule != "columns"
     if by_people:

@@ -1,7 +1,7 @@
-"""Pictures to bytes: an mp4 written frame by frame, one mp4 appended to another without re-encoding, PNG.
+"""Encoding images: write an mp4 frame by frame, append an mp4 to another without re-encoding, write PNG.
 
-Videos follow LeRobot's defaults: AV1, yuv420p, a key frame every second frame, so that a reader that wants one frame
-never decodes more than two.
+Videos follow LeRobot's defaults: AV1, yuv420p, every second frame a key frame, so that reading one frame decodes at
+most two.
 """
 
 import io
@@ -28,9 +28,9 @@ class VideoEncoding:
     """An FFmpeg encoder and its options."""
 
     encoder: str = "libsvtav1"
-    """FFmpeg's name of the encoder; it must be in the PyAV wheel."""
+    """FFmpeg's name of the encoder; the PyAV wheel must include it."""
     options: Mapping[str, str] = field(default_factory=lambda: {"g": "2", "crf": "30", "preset": "12"})
-    """Passed to the encoder as they are. Reordered (B) frames are not supported: appending relies on pts == dts."""
+    """Options passed to the encoder. B-frames are not supported: appending relies on pts == dts."""
 
 
 AV1 = VideoEncoding()
@@ -38,7 +38,7 @@ H264 = VideoEncoding(encoder="libx264", options={"g": "2", "crf": "23", "preset"
 
 
 def choose_encoding(codec: str | VideoEncoding) -> VideoEncoding:
-    """The encoding for "av1" or "h264"; AV1 falls back to H.264 with a warning where PyAV was built without SVT-AV1."""
+    """The encoding for "av1" or "h264". AV1 falls back to H.264 with a warning if PyAV lacks SVT-AV1."""
     if isinstance(codec, VideoEncoding):
         wanted = codec
     elif codec in ("av1", "h264"):
@@ -64,7 +64,7 @@ def can_encode(encoder: str) -> bool:
 
 
 class EpisodeVideo:
-    """One mp4 being written: frame n is shown at n/fps. Holds the encoder's look-ahead in memory, not the episode."""
+    """Writes one mp4, frame n at time n/fps. Only the encoder's look-ahead is in memory, not the episode."""
 
     def __init__(self, path: Path, *, fps: int, height: int, width: int, encoding: VideoEncoding) -> None:
         # SVT-AV1 prints a page of settings per encoder to stderr unless told otherwise.
@@ -85,14 +85,14 @@ class EpisodeVideo:
             ) from error
 
     def write(self, frame: UInt8[np.ndarray, "h w 3"]) -> None:
-        """Encodes the next frame."""
+        """Encode the next frame."""
         picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
         picture.pts, picture.time_base = self._frames, self._time_base
         self._frames += 1
         self._container.mux(self._stream.encode(picture))
 
     def close(self) -> None:
-        """Writes what the encoder still holds and the index of the file. Does nothing the second time."""
+        """Flush the encoder and finish the file. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -103,7 +103,7 @@ class EpisodeVideo:
 
 
 def append_video(existing: Path, episode: Path, target: Path, *, fps: int) -> int:
-    """Writes `target` = `existing` followed by `episode`, copying packets; returns the frame the episode starts at."""
+    """Write `target` = `existing` + `episode` by copying packets; returns the frame at which the episode starts."""
     with av.open(str(target), "w", format="mp4") as output:
         stream: Any = None
         first_frame = frames = 0
@@ -116,7 +116,7 @@ def append_video(existing: Path, episode: Path, target: Path, *, fps: int) -> in
                 ticks = _ticks_per_frame(video, fps)
                 shift = first_frame * ticks
                 for packet in container.demux(video):
-                    if packet.pts is None or packet.dts is None:  # the empty packet that ends a stream
+                    if packet.pts is None or packet.dts is None:  # the empty packet at the end of a stream
                         continue
                     packet.pts, packet.dts, packet.stream = packet.pts + shift, packet.dts + shift, stream
                     frames = max(frames, packet.pts // ticks + 1)
@@ -125,7 +125,7 @@ def append_video(existing: Path, episode: Path, target: Path, *, fps: int) -> in
 
 
 def can_append(existing: Path, episode: Path, *, fps: int) -> bool:
-    """Whether both files were encoded alike, so that one decoder set-up plays them back to back."""
+    """Whether both files have the same codec parameters, so that one decoder can play their concatenation."""
     return _decoder_setup(existing, fps) == _decoder_setup(episode, fps)
 
 
@@ -159,7 +159,7 @@ def video_info(path: Path) -> dict[str, Any]:
 
 
 def encode_png(frame: UInt8[np.ndarray, "h w 3"]) -> bytes:
-    """A lossless picture, at the lightest compression: recording waits for it."""
+    """Encode as PNG, at the fastest compression level because recording waits for it."""
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(frame)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

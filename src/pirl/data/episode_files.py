@@ -1,11 +1,11 @@
 """Files of episodes in LeRobot's formats v2.1 and v3.0, and their atomic commit.
 
-An episode changes several files: parquet, videos, metadata. All of them are first staged, at the path they will have,
-then committed together (see `journal`).
+An episode changes several files: parquet, videos, metadata. All are staged at their final relative paths, then
+committed together (see `journal`).
 
-In v3.0 many episodes share a file. Saving an episode writes the current file anew with the episode at its end (parquet
-row groups and video packets are copied, pictures are not encoded again), which costs at most a copy of a full file.
-Short episodes are better saved together: then the copy is made once for all of them.
+In v3.0 many episodes share a file. Saving an episode rewrites the current file with the episode appended (copying
+parquet row groups and video packets, without re-encoding), which costs at most a copy of a full file. Save short
+episodes together, so that the copy is made once for all of them.
 """
 
 import json
@@ -30,7 +30,7 @@ from pirl.data.schema import INFO_FILE, parse_info
 from pirl.errors import DataError
 
 CREATED_FILE = "meta/pirl.json"
-"""Says that pirl created a dataset, and so may replace it if told to."""
+"""Marks a dataset created by pirl, which pirl may therefore overwrite if asked to."""
 TASKS = {V21: "meta/tasks.jsonl", V30: "meta/tasks.parquet"}
 DATA_PATH = {
     V21: "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
@@ -55,25 +55,25 @@ class Metadata:
     stats: Stats
     """v3.0: statistics over all episodes so far."""
     episodes: pa.Table | None
-    """v3.0: the newest of the episode tables; None before the first episode."""
+    """v3.0: the newest episode table; None before the first episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedEpisode:
-    """All that one episode adds to a dataset."""
+    """Everything one episode adds to a dataset."""
 
     task: str
     """The instruction."""
     table: pa.Table
     """The parquet rows."""
     videos: Mapping[str, Path]
-    """One finished mp4 per camera; they are moved away."""
+    """One finished mp4 per camera; staging moves them."""
     stats: Stats
     """Statistics of every numeric column and camera."""
 
 
 def read_metadata(root: Path, *, version: str) -> Metadata:
-    """The state of an existing dataset of that format."""
+    """Read the state of an existing dataset; raises unless it has this format."""
     info = read_json(root, root / INFO_FILE)
     parse_info(root / INFO_FILE, info)
     if (found := info.get("codebase_version")) != version:
@@ -116,7 +116,7 @@ def _read_v30(root: Path, info: dict[str, Any]) -> Metadata:
 
 
 def stage_episodes(root: Path, meta: Metadata, episodes: Sequence[FinishedEpisode]) -> Metadata:
-    """Writes every file that changes with the episodes under `.writing/next`; returns the metadata as it will be."""
+    """Write every file that the episodes change under `.writing/next`; returns the metadata after the commit."""
     recover(root)
     staged = staging(root)
     info, tasks = meta.info, {**meta.tasks}
@@ -133,7 +133,7 @@ def stage_episodes(root: Path, meta: Metadata, episodes: Sequence[FinishedEpisod
 
 
 def next_task_index(tasks: Mapping[str, int], task: str) -> int:
-    """The number of the task, or the one it will get."""
+    """The task's index; for a new task the next free one."""
     return tasks.get(task, max(tasks.values(), default=-1) + 1)
 
 
@@ -196,7 +196,7 @@ def _stage_v30(root: Path, staged: Path, meta: Metadata, episodes: Sequence[Fini
 
 
 def _as_numbers(table: pa.Table, before: pa.Schema) -> pa.Table:
-    """Bounds of boolean columns as the earlier rows have them: LeRobot 0.6 stores numbers, 0.4 booleans."""
+    """Convert bounds of boolean columns to the type of earlier rows: LeRobot 0.6 stores numbers, 0.4 booleans."""
     for place, field in enumerate(table.schema):
         if field.type != (known := before.field(field.name).type if field.name in before.names else field.type) and (
             pa.types.is_list(field.type) and pa.types.is_boolean(field.type.value_type)
@@ -217,7 +217,7 @@ def _place(
     added: int = 0,
     limit: str = "data_files_size_in_mb",
 ) -> tuple[dict[str, int], bool]:
-    """Chunk and file for the next episode, and whether that file exists and is to be extended."""
+    """Chunk and file index for the next episode, and whether to append to that file."""
     if last is None:
         return {"chunk_index": 0, "file_index": 0}, False
     place = {name: last[f"{prefix}/{name}"] for name in ("chunk_index", "file_index")}
@@ -230,7 +230,7 @@ def _place(
 
 
 def _newest(root: Path, staged: Path, relative: str) -> Path:
-    """A file as the episodes staged before have left it."""
+    """The staged version of a file if there is one, else the dataset's."""
     return staged / relative if (staged / relative).exists() else root / relative
 
 
@@ -247,7 +247,7 @@ def _located(prefix: str, place: Mapping[str, int]) -> dict[str, int]:
 def _stage_rows(
     root: Path, staged: Path, meta: Metadata, tables: Sequence[pa.Table], last: Mapping[str, Any] | None
 ) -> list[dict[str, int]]:
-    """One row group per episode, as LeRobot has it: a reader can fetch an episode alone. Where each of them is."""
+    """Stage the rows, one row group per episode as in LeRobot (so episodes can be read alone); returns their places."""
     path_of, limit = meta.info["data_path"].format, meta.info["data_files_size_in_mb"] * 2**20
     place, append = _place(root, staged, meta, last, "data", path_of, added=tables[0].nbytes)
     located: list[dict[str, int]] = []
@@ -278,7 +278,7 @@ def _stage_video(
     *,
     length: int,
 ) -> dict[str, Any]:
-    """Each camera fills its own files; times are frame counts over fps, not sums that drift."""
+    """Stage one camera's video; returns its place and times (frame counts over fps, so they do not drift)."""
     fps, prefix = meta.info["fps"], f"videos/{key}"
     path_of = partial(meta.info["video_path"].format, video_key=key)
     size = video.stat().st_size
@@ -289,7 +289,7 @@ def _stage_video(
     target = new_file(staged, path_of(**place))
     first = 0
     if append:
-        if current == target:  # an episode staged before began or lengthened it
+        if current == target:  # an episode staged earlier created or extended it
             current = target.rename(video.with_suffix(".before"))
         first = append_video(current, video, target, fps=fps)
     else:
@@ -299,7 +299,7 @@ def _stage_video(
 
 
 def open_writer(file: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    """Writes a parquet file with a checksum in every page, which `open_parquet` checks."""
+    """A parquet writer with page checksums, which `open_parquet` verifies."""
     return pq.ParquetWriter(file, schema, write_page_checksum=True)
 
 
@@ -309,7 +309,7 @@ def _write(table: pa.Table, path: Path) -> None:
 
 
 def _tasks_table(tasks: Mapping[str, int]) -> pa.Table:
-    """LeRobot reads this table with pandas and looks tasks up by its index; hence the description of one."""
+    """The tasks, with pandas metadata: LeRobot reads the table with pandas and looks tasks up by its index."""
     index = {"name": None, "field_name": _PANDAS_INDEX, "pandas_type": "object", "numpy_type": "str", "metadata": None}
     number = {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
     header = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "str"}
@@ -354,6 +354,6 @@ def _json_line(value: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Laid out as LeRobot does."""
+    """Write JSON in LeRobot's layout."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=4, ensure_ascii=False), "utf-8")

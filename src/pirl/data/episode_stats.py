@@ -1,7 +1,7 @@
 """LeRobot's statistics: per episode and column, and merged over episodes.
 
-LeRobot estimates quantiles from a histogram of 5000 bins and merges episodes by averaging their quantiles, weighted by
-length. Both are approximations; they are kept because the numbers are compared with and merged into LeRobot's own.
+LeRobot estimates quantiles from histograms of 5000 bins and merges episodes by averaging their quantiles, weighted by
+length. This module keeps both approximations, because its numbers are compared with and merged into LeRobot's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _MARGIN = 1e-10
 def column_stats(column: Shaped[np.ndarray, "T *shape"], *, quantiles: bool) -> ColumnStats:
     """Statistics over the steps of a numeric or boolean column.
 
-    Format v3.0 (the one with quantiles) pools all axes but the last of a multi-dimensional feature, v2.1 keeps them.
+    For multi-dimensional features, format v3.0 (with quantiles) pools all axes but the last; v2.1 keeps them.
     """
     rows = column[:, None] if column.ndim == 1 else column
     if quantiles:
@@ -37,9 +37,9 @@ def column_stats(column: Shaped[np.ndarray, "T *shape"], *, quantiles: bool) -> 
 
 
 def image_histogram(frame: UInt8[np.ndarray, "h w 3"]) -> Int[np.ndarray, "3 256"]:
-    """How often each value occurs in each channel: all that the statistics need to know about a picture.
+    """The histogram of each channel, which suffices for the statistics of an image.
 
-    Large pictures are thinned to about 150 pixels a side, as LeRobot does.
+    Large images are subsampled to about 150 pixels a side, as in LeRobot.
     """
     height, width = frame.shape[:2]
     step = 1 if max(height, width) < 300 else max(height, width) // 150
@@ -48,10 +48,10 @@ def image_histogram(frame: UInt8[np.ndarray, "h w 3"]) -> Int[np.ndarray, "3 256
 
 
 def image_stats(histograms: Sequence[Int[np.ndarray, "3 256"]], *, quantiles: bool) -> ColumnStats:
-    """Per-channel statistics of an episode's pictures in [0, 1], shape (3, 1, 1), from the frames LeRobot would sample.
+    """Per-channel statistics of an episode's images in [0, 1], shape (3, 1, 1), from the frames LeRobot would sample.
 
-    LeRobot 0.4.4 squares uint8 pixels without widening them and stores a standard deviation of 0; ours is the true one
-    (and that of LeRobot's v2.1 writer).
+    LeRobot 0.4.4 squares uint8 pixels, which overflows, and stores a standard deviation of 0; ours is correct (and
+    equal to that of LeRobot's v2.1 writer).
     """
     chosen = sampled_frames(len(histograms))
     counts = np.stack([histograms[i] for i in chosen]).sum(0, dtype=np.int64)
@@ -76,7 +76,7 @@ def image_stats(histograms: Sequence[Int[np.ndarray, "3 256"]], *, quantiles: bo
 
 
 def sampled_frames(length: int) -> list[int]:
-    """The frames whose pixels LeRobot looks at: all of up to 100, then length^0.75 evenly spread, 10000 at most."""
+    """The frames that LeRobot samples: all up to 100, then length^0.75 evenly spread, at most 10000."""
     samples = max(min(length, 100), min(int(length**0.75), 10_000))
     return [int(i) for i in np.round(np.linspace(0, length - 1, samples))]
 
@@ -84,7 +84,7 @@ def sampled_frames(length: int) -> list[int]:
 def _quantiles(values: Num[np.ndarray, "N"], weights: Float[np.ndarray, "N"]) -> Float[np.ndarray, "Q"]:
     if weights.sum() < 2:
         return np.full(len(QUANTILES), values[0], np.float64)
-    # In the column's own precision, as LeRobot computes them: it decides on which side of an edge a value falls.
+    # Edges in the column's own precision as in LeRobot, since it decides on which side of an edge a value falls.
     edges = np.linspace(values.min() - _MARGIN, values.max() + _MARGIN, _BINS + 1)
     cumulative = np.cumsum(np.histogram(values, bins=edges, weights=weights)[0])
     targets = np.array(list(QUANTILES.values())) * weights.sum()
@@ -96,7 +96,7 @@ def _quantiles(values: Num[np.ndarray, "N"], weights: Float[np.ndarray, "N"]) ->
 
 
 def merge_stats(parts: Sequence[Mapping[str, ColumnStats]]) -> Stats:
-    """Statistics of all parts together; a column (or quantile) that only some parts have is merged over those."""
+    """Merged statistics; a column (or quantile) that only some parts have is merged over those parts."""
     keys = dict.fromkeys(key for part in parts for key in part)
     return {key: _merge_column([part[key] for part in parts if key in part]) for key in keys}
 

@@ -8,7 +8,7 @@ import hashlib
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,8 @@ def episode_arrays(episode: Episode) -> dict[str, Array]:
 
 def episode_of(arrays: Mapping[str, Array]) -> Episode:
     """The inverse; other arrays are passed over."""
-    outcome, columns = int(arrays["success"]), {name: arrays[name] for name in _COLUMNS if name in arrays}
+    outcome = int(arrays["success"])
+    columns: dict[str, Any] = {name: arrays[name] for name in _COLUMNS if name in arrays}
     return Episode(task=str(arrays["task"]), success=None if outcome < 0 else bool(outcome), **columns)
 
 

@@ -1,4 +1,4 @@
-"""Checks that an algorithm's value settings fit its data. Reads whole datasets' numbers, before a frame is decoded."""
+"""Checks that an algorithm's value settings fit its data. Reads all numeric columns but decodes no frame."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from pirl.errors import DataError, PirlError, PirlWarning
 from pirl.records import Array
 
 FAINT = 0.1
-"""Below this share of a success at the start of an episode, warn that the discount is too small."""
+"""Warn that the discount is too small if a success is worth less than this at the start of an episode."""
 FAR = 10.0
-"""Above this many median episodes, a horizon 1 / (1 - γ) is reported as too long."""
+"""Warn that the horizon 1 / (1 - γ) is too long if it exceeds this many median episodes."""
 CLIPPED = 0.01
-"""Above this share of entries beyond the critic's clip, warn that the clip is too small."""
-_ROWS = 4096  # of a dataset to measure the clip on
-_KEPT = 0.999  # share of entries that a suggested clip keeps
+"""Warn that the critic's clip is too small if it affects more than this share of action entries."""
+_ROWS = 4096  # rows per dataset that the clip is measured on
+_KEPT = 0.999  # share of entries inside a suggested clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,15 @@ class Expected:
     discount: float
     """γ per step."""
     rewards: tuple[float, float] | None
-    """Smallest and largest reward of a step; None where nothing is clipped to what they allow."""
+    """Smallest and largest reward of a step; None if the algorithm does not clip values to a range."""
     once: bool
-    """Whether at most one step of an episode pays anything."""
+    """Whether at most one step of an episode has a reward."""
     ahead: int | None = None
     """Steps after which targets bootstrap; None: not checked."""
 
 
 def fit_problems(sources: Sequence[LeRobotSource], expected: Expected) -> Iterator[PirlError | PirlWarning]:
-    """Rewards that the values cannot hold, and a discount that does not fit the length of the episodes."""
+    """Yield rewards outside the critic's value range and discounts that do not fit the episodes' lengths."""
     for source in sources:
         yield from _reward_problems(source, expected)
         yield from _observed_problems(source, expected)
@@ -50,18 +50,18 @@ def fit_problems(sources: Sequence[LeRobotSource], expected: Expected) -> Iterat
 
 
 def median_length(lengths: Int[Array, "E"], success: Sequence[bool | None]) -> float:
-    """Steps of a median success; of a median episode where nothing is known to have succeeded."""
+    """Median length of successful episodes; of all episodes if none is known to have succeeded."""
     won = np.array([outcome is True for outcome in success])
     return float(np.median(lengths[won] if won.any() else lengths))
 
 
 def fitting_discount(steps: float) -> float:
-    """1 - 1/N: a success is worth about 1/e at the start of N steps."""
+    """1 - 1/N for N steps: a success at the end is worth about 1/e at the start."""
     return 1 - 1 / max(steps, 2.0)
 
 
 def discount_warnings(discount: float, steps: float) -> Iterator[PirlWarning]:
-    """A success at the end of so many steps that is worth next to nothing at the start, or a horizon far beyond."""
+    """Warn if a success after `steps` is worth almost nothing at the start, or if 1 / (1 - γ) far exceeds `steps`."""
     worth, ahead, fits = discount**steps, 1 / (1 - discount), fitting_discount(steps)
     advice = f"Try --agent.discount {fits:.4g}, which leaves {fits**steps:.2f} of it"
     if worth < FAINT:
@@ -78,7 +78,7 @@ def discount_warnings(discount: float, steps: float) -> Iterator[PirlWarning]:
 
 
 def _reward_problems(source: LeRobotSource, expected: Expected) -> Iterator[DataError]:
-    """The first episode with a reward, or a return, beyond what the critic's values can be; how many there are."""
+    """Yield an error for the first episode with a reward or return outside the critic's value range."""
     if expected.rewards is None:
         return
     low, high = expected.rewards
@@ -113,7 +113,7 @@ def _reward_problems(source: LeRobotSource, expected: Expected) -> Iterator[Data
 
 
 def _observed_problems(source: LeRobotSource, expected: Expected) -> Iterator[DataError]:
-    """A dataset that a server recorded, whose next observation is beyond where targets bootstrap."""
+    """Yield an error for a server recording whose observations are further apart than targets bootstrap."""
     if expected.ahead is None or (flags := source.observed) is None:
         return
     starts = np.cumsum(source.lengths) - source.lengths
@@ -127,7 +127,7 @@ def _observed_problems(source: LeRobotSource, expected: Expected) -> Iterator[Da
 
 
 def _returns(outcome: EpisodeOutcome, discount: float) -> Float[Array, "T"]:
-    """The recorded discounted return from each step to where the task or the recording ends."""
+    """The recorded discounted return from each step to the end of the task or recording."""
     found, over, after = np.zeros(len(outcome.rewards)), outcome.terminated | outcome.truncated, 0.0
     for step in reversed(range(len(found))):
         found[step] = after = float(outcome.rewards[step]) + (0.0 if over[step] else discount * after)
@@ -142,7 +142,7 @@ def _named(source: LeRobotSource, index: int) -> str:
 def clip_warnings(
     sources: Sequence[LeRobotSource], robot: Robot, stats: NormStats, *, clip: float, steps: int, quantile: bool
 ) -> Iterator[PirlWarning]:
-    """A clip beyond which the critic cannot tell many of the actions apart."""
+    """Warn if the critic's clip affects many of the normalised actions."""
     if not sources or math.isinf(clip):
         return
     sizes = np.abs(np.concatenate([_normalised(source, robot, stats, steps, quantile) for source in sources]))

@@ -1,7 +1,7 @@
-"""Copies a batch's samples together: numbers through the robot's transform, images once, as uint8.
+"""Assemble batches from drawn rows: numbers go through the robot's transform, images are copied once, as uint8.
 
-Every host of a job computes the numbers of the whole batch and copies the pictures of its own rows. Whatever is cheaper
-on the device (padding, scaling, augmentation) is left to it.
+Every host of a job computes the numbers of the whole batch and copies the images of its own rows. Padding, scaling and
+augmentation of images run on the device, where they are cheaper.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,34 +26,34 @@ class LowDimTransform(Protocol):
     def low_dim(
         self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
     ) -> Mapping[str, Array]:
-        """Normalised `state` and `actions` (if given), and for models that read text the prompt's tokens and mask."""
+        """Normalised `state` and `actions` (if given); for models that read text also prompt tokens and mask."""
 
 
 @runtime_checkable
 class Suffixing(Protocol):
-    """A transform that also writes prompts with text after the instruction."""
+    """A transform that also builds prompts with text after the instruction."""
 
     def suffixed_prompts(self, state: Float[Array, "B S"], prompts: Sequence[str]) -> Mapping[str, Array]:
-        """Tokens and masks [B, V, L] of V prompts for each state."""
+        """Tokens and masks [B, V, L] of V prompts per sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """A whole batch, over all hosts, before anything is copied."""
+    """The rows of one whole batch, over all hosts, before any data is copied."""
 
     residents: Sequence[Resident]
     """Source of the rows: offline data, the replay buffer, or both."""
     part: Int[Array, "B"]
-    """Which of them each sample comes from."""
+    """Index into `residents` of each sample."""
     rows: Int[Array, "B"]
-    """The row it starts at."""
+    """Start row of each sample in its resident's table."""
     known: Int[Array, "B"]
-    """How many of the critic's steps it knows; the others are lent by another sample."""
+    """Number of known critic steps of each sample; another sample lends the others."""
     for_actor: Bool[Array, "B"] | None = None
-    """Which samples are for the actor alone; None: none."""
+    """True for samples that only the actor trains on; None: no such samples."""
 
     def by_part(self, samples: Int[Array, "n"]) -> Iterator[tuple[Resident, Int[Array, "m"]]]:
-        """The residents that are needed, each with the positions in `samples` it serves."""
+        """Each resident that `samples` need, with their positions in `samples`."""
         for number, resident in enumerate(self.residents):
             positions = np.flatnonzero(self.part[samples] == number)
             if len(positions):
@@ -62,33 +62,33 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Gatherer:
-    """Makes batches of draws, for the samples of one host."""
+    """Turns draws into batches of one host's samples."""
 
     transform: LowDimTransform
     cameras: tuple[str, ...]
     horizon: int
     """Steps of the policy's chunks."""
     critic_horizon: int
-    """Steps of the critic's, from the same rows."""
+    """Leading steps that the critic scores."""
     boundary: Boundary
     """Padding of a chunk beyond the end of its episode."""
     n_step: int = 1
-    """How many critic horizons a target counts."""
+    """Critic horizons that a target spans."""
     next_observations: bool
-    """Whether samples have the observation that the critic bootstraps from."""
+    """Whether to add `next_observations`, from which the critic bootstraps."""
     corrections: bool = False
-    """Whether samples say who chose each step."""
+    """Whether to add `acted_by`."""
     tasks: Tasks | None = None
-    """The numbers of tasks, where samples say theirs."""
+    """Task numbers, if batches have `task` and `task_steps`."""
     suffixes: bool = False
-    """Whether samples also have the prompts with text after the instruction."""
+    """Whether to add `suffixed_prompts`."""
     mine: Int[Array, "n"]
-    """Which samples of the batch are this host's."""
+    """This host's positions in the batch."""
     memory: FrameMemory = field(default_factory=FrameMemory)
     """Arrays for the pictures."""
 
     def gather(self, draw: Draw) -> ChunkBatch:
-        """Copy this host's samples together. Numbers are computed of the whole batch: any sample may lend a tail."""
+        """Assemble this host's samples. Computes numbers of the whole batch, because any sample may lend a tail."""
         mine, h = self.mine, self.critic_horizon
         columns, prompts = self._columns(draw)
         columns |= {} if self.tasks is None else self.tasks.columns(prompts)
@@ -117,7 +117,7 @@ class Gatherer:
         return batch
 
     def _columns(self, draw: Draw) -> tuple[dict[str, Array], list[str]]:
-        """Raw numbers and instructions of all samples, in their order."""
+        """Raw numbers and instructions of all samples, in batch order."""
         columns: dict[str, Array] = {}
         size = len(draw.rows)
         prompts = [""] * size
@@ -157,7 +157,7 @@ class Gatherer:
         return columns, prompts
 
     def _pictures(self, draw: Draw, rows: Sequence[Int[Array, "n"]]) -> list[dict[str, UInt8[Array, "_ _ _ 3"]]]:
-        """Pictures of this host's samples at each of `rows`: where the chunk starts, and where it bootstraps."""
+        """Images of this host's samples at each of `rows`: the chunk's start and, if asked for, the bootstrap row."""
         images: list[dict[str, Array]] = [{} for _ in rows]
         for resident, positions in draw.by_part(self.mine) if self.cameras else ():
             copy_frames(resident, positions, rows, images, cameras=self.cameras, allocate=self.memory.take)

@@ -1,8 +1,8 @@
-"""Held-out episodes: whole episodes, some of every outcome, always the same ones.
+"""Held-out episodes: whole episodes, some of every outcome, selected deterministically.
 
-Of the episodes of one outcome in one dataset, in their order, every stretch of 1/share gives one, which a hash of the
-seed and the stretch picks. So a share is held to within one episode, episodes that are recorded later do not change
-what the earlier ones are for, and the order of the datasets does not matter.
+Within each dataset and outcome, every stretch of 1/share consecutive episodes gives one, picked by a hash of the seed
+and the stretch's number. So the share is exact to within one episode, episodes recorded later do not change the
+selection among earlier ones, and the order of the datasets does not matter.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from pirl.errors import PirlWarning
 from pirl.records import EpisodeSource
 
 FEWEST = 4
-"""An outcome with fewer episodes gives none away; one with as many gives one."""
+"""Fewest episodes of an outcome from which one is held out."""
 _OUTCOMES = {True: "success", False: "failure", None: "unlabelled"}
 
 
 def choose(outcomes: Sequence[bool | None], held_out: int | float, seed: int = 0) -> Int[np.ndarray, "n"]:
-    """Which episodes of one dataset to keep apart, in order.
+    """Sorted indices of one dataset's held-out episodes.
 
-    `held_out` below 1 is a share; from 1 on it is a number of episodes of each outcome, at most a quarter of them.
+    `held_out` below 1 is a share; from 1 on a number of episodes per outcome, limited to a quarter of them.
     """
     if not held_out:
         return np.zeros(0, np.int64)
@@ -35,7 +35,7 @@ def choose(outcomes: Sequence[bool | None], held_out: int | float, seed: int = 0
         alike = [index for index, outcome in enumerate(outcomes) if outcome is kind]
         for stretch in range(math.floor(len(alike) * share) + 1):
             first, end = (math.ceil(border / share - 1e-9) for border in (stretch, stretch + 1))
-            # One of the first four where there is nothing yet: a rare outcome is measured as well.
+            # The first stretch picks among the first four, so that rare outcomes are held out as well.
             size = min(end - first, FEWEST) if stretch == 0 else end - first
             digest = hashlib.blake2b(f"{seed} {name} {stretch}".encode(), digest_size=8).digest()
             place = first + int.from_bytes(digest) % size
@@ -45,7 +45,7 @@ def choose(outcomes: Sequence[bool | None], held_out: int | float, seed: int = 0
 
 
 def split(source: EpisodeSource, held_out: int | float, seed: int = 0) -> tuple[EpisodeSource, EpisodeSource | None]:
-    """(the episodes to train on, those kept apart). Datasets that are mixed are split one by one."""
+    """(training episodes, held-out episodes or None). The datasets of a mixture are split one by one."""
     if not held_out:
         return source, None
     parts = source.sources if isinstance(source, MixedSource) else (source,)
@@ -68,7 +68,7 @@ def split(source: EpisodeSource, held_out: int | float, seed: int = 0) -> tuple[
 
 
 def describe(outcomes: Sequence[bool | None], indices: Sequence[int], held_out: int | float, seed: int = 0) -> str:
-    """What a split keeps apart of a dataset whose episodes have these outcomes and numbers, in one sentence."""
+    """One sentence about the held-out episodes of a dataset with these outcomes and episode indices."""
     chosen = choose(outcomes, held_out, seed)
     kinds = [outcomes[i] for i in chosen]
     counts = ", ".join(f"{kinds.count(kind)} {name}" for kind, name in _OUTCOMES.items() if kind in kinds)
@@ -80,10 +80,10 @@ def describe(outcomes: Sequence[bool | None], indices: Sequence[int], held_out: 
 def rows_of(
     lengths: Sequence[int] | Int[np.ndarray, "E"], outcomes: Sequence[bool | None], count: int, *, least: int = 8
 ) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
-    """(episode, step) of about `count` rows to measure on, spread evenly over each episode.
+    """(episode, step) of about `count` validation rows, spread evenly over each episode.
 
-    Every episode has at least `least` rows, as far as it has steps: where that is too many, some episodes are left
-    out, of the outcomes in turn.
+    Every used episode gets at least `least` rows (if it has as many steps). If that exceeds `count`, only some episodes
+    are used, alternating between outcomes.
     """
     groups = [[i for i, outcome in enumerate(outcomes) if outcome is kind] for kind in _OUTCOMES]
     in_turn = [i for rank in range(len(outcomes)) for group in groups for i in group[rank : rank + 1]]

@@ -21,7 +21,7 @@ from pirl.data.takeovers import actors, takeovers
 from pirl.errors import DataError
 from pirl.records import AUTONOMOUS, BLAMED, CORRECTED
 
-_CAPTION = 16  # pixels above each picture
+_CAPTION = 16  # pixels above each image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,25 +31,25 @@ class Inspection:
     root: Path
     """Its folder."""
     version: str
-    """Format."""
+    """LeRobot format version."""
     robot: str
     """Robot type, as declared."""
     fps: int | float
-    """Frames a second."""
+    """Frames per second."""
     lengths: Int[np.ndarray, "E"]
     """Frames of each episode."""
     indices: tuple[int, ...]
-    """The dataset's number of each episode."""
+    """`episode_index` of each episode."""
     features: Mapping[str, Feature]
-    """By key."""
+    """Features by key."""
     cameras: tuple[str, ...]
-    """Keys of the features that are pictures."""
+    """Keys of the image features."""
     tasks: Mapping[str, int]
-    """Instruction, and the number of episodes that have it."""
+    """Number of episodes by instruction."""
     outcomes: str
     """Result of the outcome rule, or why none applies."""
     labels: str
-    """Who labelled what with `pirl label`, and where they disagree; empty without labels."""
+    """Labels of `pirl label` by annotator, and conflicts; empty without labels."""
     interventions: str
     """How often operators acted in place of the policy, and the effect on training; empty without the column."""
     success: tuple[bool | None, ...]
@@ -92,7 +92,7 @@ class Inspection:
 def inspect_dataset(
     path: str | Path, outcome: OutcomeRule | None = None, settings: DataConfig | None = None
 ) -> Inspection:
-    """Read and check everything but the pictures. Of the settings those for takeovers are used."""
+    """Read and check everything but the images. `settings` only supplies the rules for takeovers."""
     meta, columns = read_dataset(lerobot.resolve(path))
     lerobot.check_files(meta, meta.cameras)
     tasks = read_tasks(meta, columns)
@@ -132,7 +132,7 @@ def inspect_dataset(
 def describe_interventions(
     flags: Sequence[Bool[np.ndarray, "_"]], ended: Sequence[Bool[np.ndarray, "_"]], settings: DataConfig
 ) -> str:
-    """Corrections (runs of flagged frames) by episode, and what they do to imitation and to critics."""
+    """Counts of corrections (runs of flagged frames), and how imitation and critics use them."""
     if not flags:
         return ""
     corrections = sum(int(np.diff(part.astype(np.int8), prepend=0).clip(0).sum()) for part in flags)
@@ -158,7 +158,7 @@ def describe_interventions(
 
 
 def draw_ends(path: str | Path, success: Sequence[bool | None], *, rows: int = 4, size: int = 160) -> Image.Image:
-    """First and last frames of the first successes and failures, every camera: is each episode what it is called?"""
+    """First and last frames of the first `rows` episodes of each outcome, every camera, to check outcomes by eye."""
     meta = lerobot.read_meta(lerobot.resolve(path))
     if not meta.cameras:
         raise DataError(f"{meta.root}: has no cameras, so there is nothing to draw", hint="leave out --pictures")

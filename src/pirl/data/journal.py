@@ -1,12 +1,12 @@
-"""Atomic changes to a dataset, for the next writer and for every reader.
+"""Atomic multi-file changes to a dataset, for writers and readers.
 
-A change touches several files. All are first written under `.writing/next`, at the path they will have. Renaming that
-folder to `.writing/commit` is the moment from which the change exists; then the files are moved into place. After a
-crash before the rename there was no change; after it the next writer finishes the moves.
+All files of a change are first written under `.writing/next`, at their final relative paths. Renaming that folder to
+`.writing/commit` commits the change; then the files are moved into place. A crash before the rename leaves the dataset
+unchanged; after it the next writer finishes the moves.
 
-Readers need not wait for that: a committed file counts before the one it replaces. Since info.json is part of every
-change, a reader that finds the same info.json (the same inode) before and after has seen one state of the dataset, and
-reads again otherwise.
+Readers do not wait: a file in `.writing/commit` takes precedence over the one it replaces. Every change includes
+info.json, so a reader that sees the same info.json (same inode) before and after has read one consistent state;
+otherwise it reads again.
 """
 
 import errno
@@ -25,29 +25,29 @@ from pirl.errors import DataError
 from pirl.files import sync
 
 STAGE = ".writing"
-_PATIENCE = 20  # a reader's tries; a writer that commits this often leaves no time to read anything
+_PATIENCE = 20  # a reader's attempts to find a consistent state
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriterLock:
-    """Makes its holder the dataset's only writer."""
+    """An exclusive write lock on a dataset."""
 
     root: Path
     """The dataset."""
     handle: int
     """The open lock file."""
     created: tuple[Path, ...]
-    """Folders that did not exist before, the innermost first."""
+    """Folders created for the lock, innermost first."""
 
     def release(self) -> None:
-        """Let the next writer in."""
-        fcntl.flock(self.handle, fcntl.LOCK_UN)  # also where a child of this process has inherited the file
+        """Release the lock."""
+        fcntl.flock(self.handle, fcntl.LOCK_UN)  # explicitly: a child process may have inherited the descriptor
         os.close(self.handle)
 
 
 def lock_dataset(root: Path) -> WriterLock:
-    """The dataset's only writer, until the lock is released."""
+    """Take the exclusive write lock; raises if another writer holds it."""
     if root.is_file():
         raise DataError(f"{root} is a file, expected a folder", hint="choose another place for the dataset")
     path = root / STAGE / "lock"
@@ -57,7 +57,7 @@ def lock_dataset(root: Path) -> WriterLock:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            except (FileNotFoundError, FileExistsError):  # the writer before has just removed the folder
+            except (FileNotFoundError, FileExistsError):  # the previous writer is just removing the folder
                 if path.parent.is_file():
                     raise
                 continue
@@ -81,24 +81,24 @@ def lock_dataset(root: Path) -> WriterLock:
 def release_dataset(lock: WriterLock) -> None:
     """Release the lock and remove its file."""
     stage = lock.root / STAGE
-    if not (stage / "commit").exists():  # else a change waits there for the next writer
+    if not (stage / "commit").exists():  # else the next writer must finish that change
         for path in stage.glob("*"):
             if path.name != "lock":
                 shutil.rmtree(path, ignore_errors=True)
-        (stage / "lock").unlink(missing_ok=True)  # from here on the next writer may make its own
+        (stage / "lock").unlink(missing_ok=True)  # from here on the next writer may create its own
         _remove_empty(lock.root, lock.created)
     lock.release()
 
 
 def _remove_empty(root: Path, created: tuple[Path, ...]) -> None:
-    with suppress(OSError):  # the next writer has made its own lock, or the folders are in use
+    with suppress(OSError):  # the next writer created its lock, or the folders are in use
         for folder in (root / STAGE, *created):
             folder.rmdir()
 
 
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """Turn causes of a failed write into errors that name them."""
+    """Convert an OSError of a write to a DataError with a hint."""
     try:
         yield
     except OSError as error:
@@ -111,21 +111,21 @@ def writing(root: Path) -> Iterator[None]:
 
 
 def staging(root: Path) -> Path:
-    """The folder whose files `commit` makes part of the dataset."""
+    """The folder of files for the next `commit`."""
     return root / STAGE / "next"
 
 
 def commit(root: Path) -> None:
-    """Makes the staged files part of the dataset; `recover` then moves them into place."""
+    """Atomically make the staged files part of the dataset; `recover` then moves them into place."""
     staged = staging(root)
-    for path in (*sorted(staged.rglob("*"), key=Path.is_dir), staged):  # files first, then the names they have
+    for path in (*sorted(staged.rglob("*"), key=Path.is_dir), staged):  # files first, then folder entries
         sync(path)
     staged.rename(root / STAGE / "commit")
     sync(root / STAGE)
 
 
 def recover(root: Path) -> None:
-    """Moves committed files into place and removes staged ones, whether this process wrote them or one that died."""
+    """Move committed files into place and delete staged ones, of this process or a crashed one."""
     shutil.rmtree(staging(root), ignore_errors=True)
     pending = root / STAGE / "commit"
     paths = sorted(path.relative_to(pending) for path in _files(pending))
@@ -138,7 +138,7 @@ def recover(root: Path) -> None:
 
 
 def opened(root: Path, path: Path, opener: Callable[[Path], T]) -> T:
-    """`opener` of a dataset's file: of its committed version where that has not been moved yet."""
+    """Apply `opener` to a dataset's file, or to its committed version that has not been moved yet."""
     try:
         pending = root / STAGE / "commit" / path.relative_to(root)
         return opener(pending)
@@ -147,7 +147,7 @@ def opened(root: Path, path: Path, opener: Callable[[Path], T]) -> T:
 
 
 def exists(root: Path, path: Path) -> bool:
-    """Whether there is such a file."""
+    """Whether the file exists, in place or committed."""
     try:
         return opened(root, path, lambda found: found.stat() is not None and found.is_file())
     except OSError:
@@ -155,7 +155,7 @@ def exists(root: Path, path: Path) -> bool:
 
 
 def listed(root: Path, pattern: str) -> list[Path]:
-    """The dataset's files of that pattern, in order: those in place and those committed."""
+    """The dataset's files that match the pattern, sorted: in place and committed."""
     pending = root / STAGE / "commit"
     waiting = {root / path.relative_to(pending) for path in pending.glob(pattern)}
     return sorted(waiting | set(root.glob(pattern)))
@@ -181,7 +181,7 @@ def consistent(root: Path, read: Callable[[], T]) -> T:
 
 
 def _state(root: Path) -> tuple[int, ...] | None:
-    """Names a state of the dataset: moving info.json into place does not change it, a new one does."""
+    """Identifies a state of the dataset: a new info.json changes it, moving it into place does not."""
     try:
         stat = opened(root, root / INFO_FILE, os.stat)
     except OSError:

@@ -1,7 +1,7 @@
 """Stores labels as `next.success`, the column LeRobot reads, in every file that lists columns.
 
-All files are staged and committed together, as an episode is (`episode_files`): the dataset has the column, or it is
-as it was. Rows, row groups, videos and other columns stay as they are.
+All files are staged and committed atomically, like an episode (`episode_files`). Rows, row groups, videos and other
+columns do not change.
 """
 
 import json
@@ -31,10 +31,10 @@ FEATURE = {"dtype": "bool", "shape": [1], "names": None}
 
 
 def write_success(root: Path) -> int:
-    """Store the labels as `next.success`; returns the number of episodes. Every episode needs a verdict.
+    """Store the labels as `next.success`; returns the number of episodes.
 
-    An episode without a label keeps the column it has. From the moment of success on, or at the last frame where none
-    was named, the column is true.
+    The column is true from the labelled moment of success on, or at the last frame if none was labelled. Episodes
+    without a label keep their recorded column. Raises if an episode is neither a success nor a failure.
     """
     root = root.expanduser().resolve()
     lock = lock_dataset(root)
@@ -55,7 +55,7 @@ def write_success(root: Path) -> int:
 
 
 def _flags(meta: DatasetMeta) -> dict[int, np.ndarray]:
-    """The column of each episode."""
+    """The values of `next.success` by episode."""
     verdicts = labels.newest(labels.read(meta.root, {one.index: one.length for one in meta.episodes}))
     if not verdicts:
         raise DataError(f"{meta.root}: it has no labels", hint=f"label it first: pirl label {meta.root}")
@@ -94,7 +94,7 @@ def _stage_data(meta: DatasetMeta, staged: Path, flags: Mapping[int, np.ndarray]
 
 
 def _with_success(schema: pa.Schema, version: str) -> pa.Schema:
-    """Arrow's and Hugging Face's description of the columns, with ours among them."""
+    """The Arrow schema with `next.success`, also in its Hugging Face metadata."""
     metadata = dict(schema.metadata or {})
     field = pa.field(NEXT_SUCCESS, pa.bool_())
     place = schema.get_field_index(NEXT_SUCCESS)
@@ -103,7 +103,7 @@ def _with_success(schema: pa.Schema, version: str) -> pa.Schema:
         described = json.loads(raw)
         described["info"]["features"][NEXT_SUCCESS] = {"dtype": "bool", "_type": "Value"}
         metadata[b"huggingface"] = json.dumps(described).encode()
-    metadata.pop(b"pandas", None)  # it lists the columns too, and nothing needs it here
+    metadata.pop(b"pandas", None)  # optional, and its list of columns would be out of date
     return schema.with_metadata(metadata)
 
 
@@ -147,7 +147,7 @@ def _stage_stats_v30(root: Path, staged: Path, stats: Mapping[int, ColumnStats])
 
 
 def _lists(stats: ColumnStats) -> dict[str, Any]:
-    """As LeRobot 0.6 stores them: the bounds of a boolean column are numbers."""
+    """Statistics as lists, with a boolean column's bounds as numbers (like LeRobot 0.6)."""
     return {
         name: (value.astype(np.float64) if value.dtype == bool else value).tolist() for name, value in stats.items()
     }

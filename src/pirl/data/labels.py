@@ -1,8 +1,8 @@
-"""Human outcome labels: one JSON object per line, next to the dataset's own metadata.
+"""Human outcome labels: JSON lines, next to the dataset's own metadata.
 
-The file only grows. A line counts once it is on the disk (`append` returns after fsync); the newest line of a person
-about an episode is that person's label. A line that a crash cut off was never acknowledged and is dropped. LeRobot
-ignores the file; `label_columns` turns it into `next.success`, which LeRobot reads.
+The file is append-only and durable: `append` returns after fsync. A person's newest line about an episode is their
+label. A line cut off by a crash was never acknowledged and is dropped. LeRobot ignores the file; `label_columns` turns
+it into `next.success`, which LeRobot reads.
 """
 
 import fcntl
@@ -32,27 +32,27 @@ class Label:
     """One person's label of one episode."""
 
     episode_index: int
-    """The dataset's own number of the episode."""
+    """The dataset's index of the episode."""
     by: str
     """Name of the annotator."""
     outcome: Choice | None
-    """None withdraws what this person said before."""
+    """The judgement. None withdraws this annotator's earlier label."""
     moment: int | None = None
-    """The first frame at which the task is done; None: the last one."""
+    """First frame at which the task is done. None: the last frame."""
     quality: int | None = None
     """0 (useless) to 5 (perfect)."""
     at: str = ""
-    """When, in UTC."""
+    """Time of the label, ISO 8601 in UTC."""
     score: float | None = None
     """A classifier's probability of success. None: a person's label."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The combined labels of one episode. Where a person said something, classifiers do not count."""
+    """The combined labels of one episode. Labels of people override those of classifiers."""
 
     labels: tuple[Label, ...]
-    """The newest of each person (or classifier)."""
+    """The newest label of each annotator (person or classifier)."""
 
     @property
     def by_people(self) -> tuple[Label, ...]:
@@ -66,18 +66,18 @@ class Verdict:
 
     @property
     def conflict(self) -> bool:
-        """Annotators disagree."""
+        """Whether annotators disagree."""
         return {"success", "failure"} <= {label.outcome for label in self.counted}
 
     @property
     def success(self) -> bool | None:
-        """None where people disagree, or none of them is sure."""
+        """The outcome; None if annotators disagree or all are unsure."""
         said = {label.outcome for label in self.counted} - {"unsure"}
         return None if len(said) != 1 else said == {"success"}
 
     @property
     def moment(self) -> int | None:
-        """The first frame of success: the earliest that was named."""
+        """The earliest labelled first frame of success, if any."""
         return min((label.moment for label in self.counted if label.moment is not None), default=None)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Verdict:
 
 
 def parse(entry: Any, *, where: str, lengths: Mapping[int, int]) -> Label:
-    """A label from JSON, checked against the episodes' lengths."""
+    """Parse a label from JSON and validate it against the episodes' lengths."""
 
     def refuse(problem: str) -> DataError:
         hint = '{"episode_index": 3, "by": "ann", "outcome": "success", "moment": 41, "quality": 4}; moment and quality'
@@ -116,7 +116,7 @@ def parse(entry: Any, *, where: str, lengths: Mapping[int, int]) -> Label:
 
 
 def append(root: Path, label: Label) -> Label:
-    """Add a label; when this returns it is on the disk. Several processes may do so at once."""
+    """Append a label durably: it is on disk when this returns. Safe with concurrent processes."""
     label = Label(**{**asdict(label), "at": label.at or datetime.now(UTC).isoformat(timespec="milliseconds")})
     line = json.dumps(asdict(label), ensure_ascii=False) + "\n"
     path = root / LABELS_FILE
@@ -135,7 +135,7 @@ def append(root: Path, label: Label) -> Label:
 
 
 def read(root: Path, lengths: Mapping[int, int]) -> list[Label]:
-    """All labels in the order they were given; empty if there are none."""
+    """All labels in file order; empty without a file."""
     path = root / LABELS_FILE
     try:
         content = path.read_bytes()
@@ -145,7 +145,7 @@ def read(root: Path, lengths: Mapping[int, int]) -> list[Label]:
         raise DataError(f"{path}: cannot be read ({error})", hint="check its permissions") from error
     lines = content.split(b"\n")
     if not _whole(lines[-1]):
-        lines.pop()  # cut off by a crash, before anyone was told that it was stored
+        lines.pop()  # cut off by a crash before it was acknowledged
     labels = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -159,7 +159,7 @@ def read(root: Path, lengths: Mapping[int, int]) -> list[Label]:
 
 
 def newest(labels: Sequence[Label]) -> dict[int, Verdict]:
-    """By episode, the newest label of each person; episodes whose labels were all withdrawn are left out."""
+    """The verdict of each episode from every annotator's newest label; omits episodes with all labels withdrawn."""
     latest: dict[tuple[int, str], Label] = {}
     for label in labels:
         latest[label.episode_index, label.by] = label
@@ -193,7 +193,7 @@ def describe(verdicts: Mapping[int, Verdict], episodes: Collection[int]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The file, open for reading and appending, for this process alone."""
+    """Open the file for reading and appending, under an exclusive lock."""
     try:
         new = not path.exists()
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -212,12 +212,12 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _mend(file: int) -> int:
-    """Make the file end with a whole line; the length it then has."""
+    """Complete or cut off an unfinished last line; returns the file's length."""
     content = os.pread(file, os.fstat(file).st_size, 0)
     tail = content[content.rfind(b"\n") + 1 :]
     if not tail:
         return len(content)
-    if _whole(tail):  # somebody's editor left out the last newline
+    if _whole(tail):  # an editor omitted the last newline
         _write(file, b"\n")
         return len(content) + 1
     os.ftruncate(file, len(content) - len(tail))

@@ -1,7 +1,7 @@
 """LeRobot datasets on disk: metadata of formats v2.0, v2.1 and v3.0 in one representation.
 
-The three formats hold the same things in different places. Everything after this file sees one picture: an episode is a
-run of rows in a parquet file and, per camera, a run of frames in a video file or of PNGs in that same parquet file.
+The formats store the same content in different places. This module hides the difference: an episode is a run of rows in
+a parquet file and, per camera, a run of frames in a video file or of PNGs in that same parquet file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Span:
     path: Path
     """The file."""
     first: int
-    """Number of the first row or frame within the file."""
+    """Index of the first row or frame within the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,41 +36,41 @@ class EpisodeMeta:
     """Location of one episode."""
 
     index: int
-    """The dataset's own number for it (`episode_index`)."""
+    """The dataset's `episode_index`."""
     length: int
     """Number of frames."""
     start: int
-    """Its first row in the arrays of `read_columns`."""
+    """First row in the arrays of `read_columns`."""
     tasks: tuple[str, ...]
-    """Its instructions."""
+    """Instructions."""
     data: Span
-    """Its rows."""
+    """Rows in the parquet file."""
     cameras: Mapping[str, Span]
-    """Its frames, per camera. Each camera has files and offsets of its own."""
+    """Frames by camera; every camera has its own files and offsets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetMeta:
-    """A dataset without its numbers and pictures."""
+    """Metadata of a dataset: everything but columns and images."""
 
     root: Path
     """The dataset's folder."""
     version: str
     """One of VERSIONS."""
     fps: int | float
-    """Frames a second."""
+    """Frames per second."""
     robot: str
     """Robot type, as declared; may be empty."""
     features: Mapping[str, Feature]
-    """By key."""
+    """Features by key."""
     tasks: Mapping[int, str]
     """Instruction by task_index."""
     episodes: tuple[EpisodeMeta, ...]
-    """In the order of their index."""
+    """Sorted by index."""
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Keys of the features that are pictures."""
+        """Keys of the image features."""
         return tuple(key for key, feature in self.features.items() if feature.is_camera)
 
     @property
@@ -79,7 +79,7 @@ class DatasetMeta:
         return np.array([episode.length for episode in self.episodes], dtype=np.int64)
 
     def feature(self, key: str) -> Feature:
-        """The feature of that key, or an error that lists what there is."""
+        """The feature of that key; an unknown key raises and lists the known ones."""
         if key not in self.features:
             raise DataError(
                 f"{self.root / INFO_FILE}: no feature {key!r}; the dataset has\n{listing(sorted(self.features), 30)}",
@@ -88,7 +88,7 @@ class DatasetMeta:
         return self.features[key]
 
     def camera(self, key: str) -> Feature:
-        """The camera of that key, or an error that lists the cameras there are."""
+        """The image feature of that key; an unknown key raises and lists the cameras."""
         feature = self.features.get(key)
         if feature is None or not feature.is_camera:
             found = "is not a picture" if feature else "does not exist"
@@ -116,7 +116,7 @@ def _is_repo_id(name: str | Path) -> bool:
 
 
 def resolve(name: str | Path) -> Path:
-    """The folder of a dataset: a local path, or a repo id in LeRobot's home, downloaded there when it is absent."""
+    """The folder of a dataset: a local path, or a repo id in LeRobot's home. Downloads a repo id that is absent."""
     looked = _places(name)
     for folder in looked:
         if journal.exists(folder, folder / INFO_FILE):
@@ -131,7 +131,7 @@ def resolve(name: str | Path) -> Path:
 
 
 def _download(repo_id: str, target: Path, tried: list[str]) -> Path:
-    """Fetch a dataset beside its place and move it there whole, so that a broken download is never taken for one."""
+    """Download to a temporary folder beside the target, then rename: a partial download never looks like a dataset."""
     import huggingface_hub
 
     partial = target.with_name(f".{target.name}.incomplete")
@@ -154,7 +154,7 @@ def _download(repo_id: str, target: Path, tried: list[str]) -> Path:
 
 
 def read_meta(root: Path) -> DatasetMeta:
-    """Read the metadata of a dataset folder, whichever of the known formats it has."""
+    """Read the metadata of a dataset folder in any supported format."""
     root = root.expanduser().resolve()
     return journal.consistent(root, partial(_read_meta, root))
 
@@ -177,7 +177,7 @@ def _read_meta(root: Path) -> DatasetMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """An episode as a format lists it, before its rows have been counted."""
+    """An episode as listed in the metadata, before `_place` computes its row offsets."""
 
     index: int
     length: int
@@ -199,13 +199,13 @@ def _episodes_v2(root: Path, info: Info) -> tuple[list[_Row], dict[int, str]]:
 
 
 def _episodes_v3(root: Path, info: Info) -> tuple[list[_Row], dict[int, str]]:
-    """v3.0: parquet tables, and files that hold many episodes."""
+    """v3.0: parquet tables, and data and video files with many episodes each."""
     files = journal.listed(root, "meta/episodes/*/*.parquet")
     if not files:
         raise missing(root / "meta/episodes/chunk-*/file-*.parquet")
     rows = []
     for file in files:
-        # The statistics are most of the columns and nothing here needs them.
+        # Skip the statistics: most of the columns, and unused here.
         columns = [name for name in column_names(root, file) if not name.startswith("stats/")]
         for entry in _entries(root, file, columns):
             index, length, tasks = _described(file, entry)
@@ -226,7 +226,7 @@ def _entries(root: Path, file: Path, columns: Sequence[str]) -> list[dict[str, A
     table = read_table(root, file, columns)
     try:
         return [dict(row) for row in table.to_pylist()]
-    except (ValueError, OverflowError) as error:  # text that is none
+    except (ValueError, OverflowError) as error:  # invalid UTF-8
         raise DataError(f"{file}: cannot be read ({error})", hint="download or export the file again") from error
 
 
@@ -263,7 +263,7 @@ def _tasks(file: Path, entries: Sequence[Mapping[str, Any]], name: str) -> dict[
 
 
 def _video_span_v3(root: Path, info: Info, key: str, entry: Mapping[str, Any], where: str) -> Span:
-    """Seconds become frame numbers here, once: from_timestamp is a running sum of floats and drifts in long files."""
+    """Convert timestamps to frame numbers, only here: from_timestamp is a running float sum that drifts."""
     times: list[Any] = [entry.get(f"videos/{key}/{name}_timestamp") for name in ("from", "to")]
     if any(type(time) not in (int, float) or not 0 <= time < 2**31 for time in times):
         raise DataError(f"{where}: {key} runs from {times[0]} s to {times[1]} s", hint="export the dataset again")
@@ -280,7 +280,7 @@ def _video_span_v3(root: Path, info: Info, key: str, entry: Mapping[str, Any], w
 
 
 def _place(rows: Sequence[_Row], features: Mapping[str, Feature]) -> tuple[EpisodeMeta, ...]:
-    """Say where each episode's rows begin, in its file and in memory (files follow each other, each one whole)."""
+    """Compute where each episode's rows begin, in its file and in memory (where whole files are concatenated)."""
     totals: dict[Path, int] = {}
     for row in rows:
         totals[row.data] = totals.get(row.data, 0) + row.length
@@ -306,7 +306,7 @@ def _place(rows: Sequence[_Row], features: Mapping[str, Feature]) -> tuple[Episo
 
 
 def _check_totals(info: Info, rows: Sequence[_Row]) -> None:
-    """Episodes lost between info.json and the episode list would otherwise only be missed."""
+    """Raise if info.json and the episode list disagree: lost episodes would otherwise go unnoticed."""
     folder, counts = info.file.parent, {"total_episodes": len(rows), "total_frames": sum(row.length for row in rows)}
     for key, found in counts.items():
         if info.totals.get(key, found) != found:
@@ -325,7 +325,7 @@ def _check_totals(info: Info, rows: Sequence[_Row]) -> None:
 
 
 def _check_spans(folder: Path, rows: Sequence[_Row]) -> None:
-    """No frame of a video belongs to two episodes, or to two cameras."""
+    """Raise if a video frame belongs to two episodes or two cameras."""
     ends: dict[Path, list[tuple[int, int, int, str]]] = {}
     for row in rows:
         for key, span in row.videos.items():
@@ -341,7 +341,7 @@ def _check_spans(folder: Path, rows: Sequence[_Row]) -> None:
 
 
 def check_files(meta: DatasetMeta, cameras: Sequence[str]) -> None:
-    """Refuse a dataset whose files are not all there, before hours are spent on those that are."""
+    """Raise if a data or video file is missing, before spending hours on decoding the others."""
     for episode in meta.episodes:
         for span in (episode.data, *(episode.cameras[camera] for camera in cameras)):
             if not journal.exists(meta.root, span.path):

@@ -1,8 +1,8 @@
 """From sources of episodes to Q-chunk batches: drawn by counter, prefetched, put on devices.
 
-Batch k is a function of (seed, k), the data, and for online runs of what the replay buffer holds when the batch is
-asked for. Every host of a job computes the draw of the whole batch and gathers only its rows, so the batch does not
-depend on how many hosts there are.
+Batch k is a function of (seed, k), the data and, online, the replay buffer's contents when the batch is requested.
+Every host of a job computes the draw of the whole batch and gathers only its rows, so batches do not depend on the
+number of hosts.
 """
 
 import queue
@@ -26,20 +26,20 @@ from pirl.errors import ConfigError, DataError
 from pirl.records import Array, ChunkBatch, EpisodeSource
 
 _Prepared = tuple[MemorySource | None, ChunkBatch]
-"""A batch, and the replay buffer's contents it may have been drawn from."""
+"""The replay snapshot before the batch was drawn, and the batch."""
 
 
 class ACRLPDDataLoader:
-    """Endless Q-chunk batches. Use as a context manager: it owns threads.
+    """Endless Q-chunk batches. Owns threads: use it as a context manager.
 
-    `source` is the fixed (offline) data, `replay` what a run collects; at least one of them. Once `replay` holds
-    something, `config.online_fraction` of each batch is drawn from it, after the share that is the actor's alone
-    (`config.online_actor_share`). A batch prepared before an `append` is thrown
-    away and drawn again, so batches never depend on thread timing.
+    `source` is the fixed (offline) data, `replay` what a run collects; at least one is required. Once `replay` is not
+    empty, `config.online_actor_share` of each batch is drawn from it for the actor alone, and `config.online_fraction`
+    of the rest. Batches prefetched before an `append` are discarded and drawn again, so batches never depend on thread
+    timing.
 
-    With `tasks` batches also number their rows' tasks, with `suffixes` they have `transform.suffixed_prompts`.
+    `tasks` adds task numbers to batches, `suffixes` the prompts of `transform.suffixed_prompts`.
 
-    With `sharding` batches are global device arrays; the processes' rows follow each other in `host_id`'s order.
+    With `sharding` batches are global device arrays; the hosts' rows follow each other in order of `host_id`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ACRLPDDataLoader:
             mine=np.arange(batch_size).reshape(host_count, -1)[host_id],
         )
         self.held_out: EpisodeSource | None = None
-        """Episodes kept apart from these batches, where there are any."""
+        """Validation episodes excluded from the batches, if any. Set by the caller."""
         self._step = 0
         self._ahead: _Prefetcher | None = None
         self._fingerprint: str | None = None
@@ -106,12 +106,12 @@ class ACRLPDDataLoader:
 
     @property
     def step(self) -> int:
-        """How many batches have been handed out."""
+        """Number of batches returned so far."""
         return self._step
 
     @property
     def has_borders(self) -> bool:
-        """Are the dataset's pictures held with the borders that make them square? Replayed ones must be as well."""
+        """Whether the dataset's images include letterbox borders. Replayed images must then include them, too."""
         return self._pool is not None and self._pool.source.letterbox
 
     @property
@@ -120,11 +120,11 @@ class ACRLPDDataLoader:
         return 0.0 if self._began is None else self._waited / max(time.perf_counter() - self._began, 1e-9)
 
     def reset_stall(self) -> None:
-        """Measure `stall_fraction` from now on, for example after compilation."""
+        """Restart the measurement of `stall_fraction`, for example after compilation."""
         self._began, self._waited = time.perf_counter(), 0.0
 
     def sample_batch(self) -> ChunkBatch:
-        """The next batch. An error of the preparing thread is raised here, with its traceback."""
+        """The next batch. Re-raises errors of the prefetching thread."""
         asked = time.perf_counter()
         if self._began is None:
             self._began = asked
@@ -137,7 +137,7 @@ class ACRLPDDataLoader:
         return batch
 
     def batch_at(self, resident: Resident, rows: Int[Array, "B"]) -> ChunkBatch:
-        """The batch whose samples start at these rows, for measuring on always the same ones."""
+        """The batch whose samples start at the given rows, for validation on fixed samples."""
         known = known_steps(resident.table, rows, critic_horizon=self.critic_horizon)
         batch = self._gatherer.gather(
             Draw(residents=[resident], part=np.zeros(len(rows), np.int64), rows=rows, known=known)
@@ -149,7 +149,7 @@ class ACRLPDDataLoader:
             yield self.sample_batch()
 
     def refresh_memory_pool(self, epoch_seed: int) -> None:
-        """Shuffle the episodes into memory pools anew, from the next batch on; the same epoch seed, the same pools."""
+        """Reshuffle episodes into memory pools from the next batch on; deterministic in `epoch_seed`."""
         self._stop_prefetching()
         if self._pool is not None:
             self._pool.refresh_memory_pool(epoch_seed)
@@ -164,7 +164,7 @@ class ACRLPDDataLoader:
         return statistics
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to continue with the same batches, as plain JSON; the replay buffer saves itself."""
+        """The position in the data as plain JSON, for `restore`. The replay buffer is saved separately."""
         return {
             "seed": self.config.seed,
             "step": self._step,
@@ -174,7 +174,7 @@ class ACRLPDDataLoader:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. The replay buffer, if any, is restored before."""
+        """Continue from `state`; raises if the data changed. Restore the replay buffer first, if any."""
         mine = self.state()
         wanted = {
             "seed": "resume with the seed the run began with",
@@ -192,7 +192,7 @@ class ACRLPDDataLoader:
     def close(self) -> None:
         """Stop all threads; the loader cannot be used afterwards."""
         if self._ahead is not None:
-            self._ahead.stop()  # before the pool: what it is waiting for will not come
+            self._ahead.stop()  # first: closing the pool cancels the decoding it may wait for
         if self._pool is not None:
             self._pool.close()
         self._stop_prefetching()
@@ -235,9 +235,9 @@ class ACRLPDDataLoader:
         return contents, batch if self._sharding is None else put_on_devices(batch, self._sharding)
 
     def _draw(self, step: int) -> Draw:
-        """Decide the whole batch, the same on every host.
+        """Draw the whole batch, identically on every host.
 
-        Streams are mixed at random, so that every host and every micro-batch gets its share of both.
+        Offline and online samples are shuffled, so that every host and micro-batch gets a mix of both.
         """
         rng = row_generator(self.config.seed, step)
         offline = None if self._pool is None else self._pool.resident(step)
@@ -269,14 +269,14 @@ class ACRLPDDataLoader:
 
 
 def put_on_devices(batch: Any, sharding: Any) -> Any:
-    """Global arrays from each process's rows; every leaf is split along its first axis."""
+    """Global device arrays from each process's rows; leaves are sharded along axis 0."""
     import jax
 
     return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
 
 
 class _Prefetcher:
-    """A thread that prepares items in order, at most `depth` ahead."""
+    """A thread that prepares items in order and queues up to `depth` of them."""
 
     def __init__(self, prepare: Callable[[int], _Prepared], *, first: int, depth: int) -> None:
         self._ready: queue.Queue[_Prepared | BaseException] = queue.Queue(maxsize=depth)
@@ -285,22 +285,22 @@ class _Prefetcher:
         self._thread.start()
 
     def get(self) -> _Prepared:
-        """The next item; raises what its preparation raised."""
+        """The next item; re-raises errors of its preparation."""
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
         return item
 
     def stop(self) -> None:
-        """Ask the thread to end, without waiting."""
+        """Signal the thread to end, without waiting."""
         self._stop.set()
 
     def close(self) -> None:
-        """End the thread, after the item at hand."""
+        """End the thread after its current item, and wait for it."""
         self.stop()
         while self._thread.is_alive():
             try:
-                self._ready.get_nowait()  # it may be waiting for room
+                self._ready.get_nowait()  # unblocks a thread that waits on a full queue
             except queue.Empty:
                 self._thread.join(0.01)
 

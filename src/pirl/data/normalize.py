@@ -1,7 +1,7 @@
 """Normalisation statistics: OpenPI's file, OpenPI's arithmetic, OpenPI's way of collecting them.
 
-A checkpoint is served with the `norm_stats.json` beside it, so what is written here is read by OpenPI, and what OpenPI
-wrote is read here. Any difference in arithmetic would move the robot.
+A checkpoint is served with the `norm_stats.json` beside it, so both programs read each other's files. Any difference in
+arithmetic would change the robot's motion.
 """
 
 import json
@@ -21,7 +21,7 @@ from pirl.names import ACTIONS, NORM_STATS_FILE, STATE
 from pirl.records import Array
 
 EPSILON = 1e-6
-"""Keeps a dimension that never moves from dividing by zero; part of OpenPI's formula, also on the way back."""
+"""Avoids division by zero in constant dimensions. Part of OpenPI's formula in both directions."""
 
 QUANTILE_BINS = 5000
 _LARGEST = float(np.finfo(np.float32).max)
@@ -57,13 +57,13 @@ class StatsOrigin:
     robot: str
     """The robot's name."""
     horizon: int
-    """Actions per chunk: statistics of relative actions depend on it."""
+    """Actions per chunk; statistics of relative actions depend on it."""
     datasets: tuple[str, ...] = ()
-    """The datasets, as they were named."""
+    """The datasets' names as given."""
 
 
 def normalize(x: Float[Array, "*B D"], stats: NormStats, *, quantile: bool = False) -> Float[Array, "*B D"]:
-    """Z-score, or [q01, q99] to [-1, 1]. Statistics of more dimensions than x (padded ones) are cut to x."""
+    """Z-score, or map [q01, q99] to [-1, 1]. Statistics with more dimensions than x (padding) are truncated."""
     dim = x.shape[-1]
     if len(stats) < dim:
         raise DataError(f"normalisation statistics of {len(stats)} dimensions for data of {dim}", hint=_HINT)
@@ -74,7 +74,7 @@ def normalize(x: Float[Array, "*B D"], stats: NormStats, *, quantile: bool = Fal
 
 
 def unnormalize(x: Float[Array, "*B D"], stats: NormStats, *, quantile: bool = False) -> Float[Array, "*B D"]:
-    """The inverse. Dimensions beyond the statistics are padding: mean 0 and std 1, or left alone by quantiles."""
+    """Inverse of `normalize`. Dimensions beyond the statistics are padding: mean 0, std 1; unchanged with quantiles."""
     dim = x.shape[-1]
     known = min(dim, len(stats))
     out = np.array(x, dtype=np.result_type(x, stats.mean))
@@ -94,7 +94,7 @@ def _quantiles(stats: NormStats) -> tuple[Array, Array]:
 
 
 def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
-    """Read OpenPI's `norm_stats.json`; `path` is the file or the folder it is in."""
+    """Read OpenPI's `norm_stats.json`; `path` is the file or its folder."""
     file, text = _read_text(path)
     return parse_norm_stats(text, where=str(file), needed=(STATE, ACTIONS))
 
@@ -168,7 +168,7 @@ def _parse_entry(entry: object, where: str) -> NormStats:
 
 
 def _check_dimensions(where: str, values: Sequence[object], good: Bool[Array, "D"], problem: str) -> None:
-    """Name the dimensions whose statistics would move a robot wrongly."""
+    """Raise and name the dimensions whose statistics are invalid."""
     wrong = np.flatnonzero(~good).tolist()
     if wrong:
         told = ", ".join(f"{values[i]} in dimension {i}" for i in wrong[:8]) + (", ..." if len(wrong) > 8 else "")
@@ -176,7 +176,7 @@ def _check_dimensions(where: str, values: Sequence[object], good: Bool[Array, "D
 
 
 def check_absent(directory: str | Path) -> None:
-    """Refuse a folder that holds statistics already."""
+    """Raise if the folder already has statistics."""
     if (file := Path(directory) / NORM_STATS_FILE).exists():
         raise DataError(f"{file} exists", hint="--overwrite replaces the statistics; --out writes others elsewhere")
 
@@ -188,7 +188,7 @@ def save_norm_stats(
     origin: StatsOrigin | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write `norm_stats.json` into a folder, as OpenPI writes it, and what it was computed for; returns the file."""
+    """Write `norm_stats.json` in OpenPI's format, with `origin` if given; returns the file."""
     file = Path(directory) / NORM_STATS_FILE
     if not overwrite:
         check_absent(directory)
@@ -212,12 +212,12 @@ def save_norm_stats(
 
 
 class RunningStats:
-    """Statistics of vectors that arrive in batches, equal to OpenPI's to the last bit.
+    """Running statistics over batches of vectors, bit-identical to OpenPI's.
 
-    Quantiles come from histograms whose bins are laid anew whenever the range of the data grows, each old bin moving
-    as a whole by its left edge. They are therefore approximate and depend on the order of batches. The very first edges
-    lie 1e-10 outside the data and later ones on it, so the first re-binning drops what was in the lowest bin: kept,
-    because the point is that both programs give a dataset the same statistics.
+    Quantiles come from histograms that are re-binned whenever the range of the data grows: each old bin moves as a
+    whole, by its left edge. So they are approximate and depend on the order of batches. The first edges lie 1e-10
+    outside the data and later ones on it, so the first re-binning drops the lowest bin's count: kept on purpose, so
+    that both programs compute the same statistics.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class RunningStats:
         self._edges = np.zeros((0, QUANTILE_BINS + 1))
 
     def update(self, batch: Float[Array, "*B D"]) -> None:
-        """Take in one batch; every axis but the last counts as batch."""
+        """Add a batch; all axes but the last are batch axes."""
         batch = batch.reshape(-1, batch.shape[-1])
         low, high = batch.min(axis=0), batch.max(axis=0)
         mean, mean_of_squares = batch.mean(axis=0), (batch**2).mean(axis=0)
@@ -257,7 +257,7 @@ class RunningStats:
 
     def _rebin(self) -> None:
         for i, (low, high) in enumerate(zip(self._min, self._max, strict=True)):
-            if (low, high) == (self._edges[i, 0], self._edges[i, -1]):  # every bin would move to where it is
+            if (low, high) == (self._edges[i, 0], self._edges[i, -1]):  # this dimension's range did not grow
                 continue
             edges = _edges(low, high)
             self._histograms[i] = np.histogram(self._edges[i][:-1], bins=edges, weights=self._histograms[i])[0]
@@ -274,10 +274,10 @@ def _edges(low: float, high: float) -> Array:
 
 
 def histograms(batch: Float[Array, "N D"], edges: Float[Array, "D E"]) -> Int[Array, "D K"]:
-    """`np.histogram` of every column over its own, evenly spaced edges, counting the same, only faster.
+    """`np.histogram` of every column over its own evenly spaced edges: same counts, but faster.
 
-    The bin is computed from the spacing and then put right by a look at its edges. Where rounding is coarser than the
-    spacing that is not enough, which shows, and `np.histogram` counts that column.
+    Computes the bin from the spacing and corrects it by comparing with its edges. Where rounding is coarser than the
+    spacing a check detects the failure and `np.histogram` counts that column.
     """
     dims, last = len(edges), edges.shape[1] - 2
     low, width = edges[:, 0], (edges[:, -1] - edges[:, 0]) / (last + 1)

@@ -9,7 +9,7 @@ from pirl.records import Array, Episode
 
 
 def seen_at(episodes: Sequence[Episode], starts: Int[Array, "E"], rows: Int[Array, "N"]) -> Int[Array, "N"]:
-    """For every row itself, or the last one before it that was observed. The first row of an episode always is."""
+    """For every row the last observed row at or before it. The first row of an episode counts as observed."""
     seen = np.concatenate([np.ones(len(one), bool) if one.observed is None else one.observed for one in episodes])
     seen[starts] = True
     return np.maximum.accumulate(np.where(seen, rows, 0))

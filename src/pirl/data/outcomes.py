@@ -1,8 +1,8 @@
 """Rewards and ends of recorded episodes: from the dataset, or as configured.
 
-LeRobot's `next.done` means "the recording stopped here", for success and for time-outs alike. Taking it for a terminal
-state would teach the critic that running out of time is worth nothing, so the end of a task and the end of its
-recording are distinguished here, once. Pure functions over one episode's columns.
+LeRobot's `next.done` means "the recording stopped here", for successes and time-outs alike. Treated as terminal it
+would teach the critic that time-outs are worth nothing, so this module distinguishes the end of a task from the end of
+its recording. Pure functions over one episode's columns.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,8 +29,8 @@ class OutcomeRule:
     rule: Rule = "auto"
     """auto, columns, sparse_success, or step_penalty."""
     success_file: str | None = None
-    """JSON or JSON lines that say which episodes succeeded: {"0": true, ...} or {"episode_index": 0, "success": true}.
-    With sparse_success (what `auto` then means) and step_penalty. Without it the labels of `pirl label` decide, then
+    """JSON or JSON lines with each episode's success: {"0": true, ...} or {"episode_index": 0, "success": true}. For
+    sparse_success (which `auto` then selects) and step_penalty. Without it, these use the labels of `pirl label`, then
     the column next.success; without either every episode counts as a success."""
     failure: Failure = "auto"
     """Meaning of a labelled failure without next.truncated."""
@@ -47,13 +47,13 @@ class EpisodeOutcome:
     terminated: Bool[np.ndarray, "T"]
     """The task ended with action t."""
     truncated: Bool[np.ndarray, "T"]
-    """The recording ended with action t, the task did not."""
+    """The recording ended with action t, but not the task."""
     success: bool | None
-    """None if unlabelled."""
+    """Whether the episode succeeded; None if unlabelled."""
 
 
 def settle(rule: OutcomeRule, available: Collection[str], *, where: str) -> OutcomeRule:
-    """Replace `auto` by the rule that applies to a dataset with these columns, and refuse what cannot apply."""
+    """Replace `auto` by the rule for a dataset with these columns; raises if the rule cannot apply."""
     found = [name for name in COLUMNS if name in available]
     usable = NEXT_REWARD in found or NEXT_SUCCESS in found
     if rule.success_file and rule.rule == "columns":
@@ -83,8 +83,8 @@ def derive(
 ) -> EpisodeOutcome:
     """Rewards and end of one episode from its rows.
 
-    `label` is its entry in the success file, None if it has none; `moment` the first frame of success, None for the
-    last one.
+    `label` is its entry in the success file or its human label (None: no entry); `moment` the first frame of success
+    (None: the last frame).
     """
     rule = settle(rule, columns, where="the episode")
     if rule.rule == "columns":
@@ -93,10 +93,10 @@ def derive(
 
 
 def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int) -> EpisodeOutcome:
-    """The outcome that the columns record.
+    """The recorded outcome.
 
-    next.success that is never set labels a failure. Without that column, an end that paid nothing is taken for a
-    time-out: next.done is set there too.
+    A next.success that is never set labels a failure. Without that column, an end without reward counts as a time-out,
+    because next.done is set there too.
     """
     reached, done, cut = (_flags(columns, name) for name in (NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED))
     if NEXT_REWARD in columns:
@@ -117,7 +117,7 @@ def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: 
     else:
         ended = any(flags is not None and flags[-1] for flags in (done, cut))
         success = False if ended else None
-    # The two together say how it ended.
+    # Done and truncated together already say how the episode ended.
     labelled = reached is not None and (done is None or cut is None or rule.failure == "always")
     return _outcome(rule, rewards, terminated, cut, success, labelled=labelled)
 
@@ -125,7 +125,7 @@ def _from_columns(columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: 
 def _declared(
     columns: Mapping[str, np.ndarray], rule: OutcomeRule, length: int, label: bool | None, moment: int | None
 ) -> EpisodeOutcome:
-    """The declared reward shape, with success from the file, else from its column, else taken for granted."""
+    """The declared rewards, with success from the label, else from next.success, else assumed."""
     if rule.success_file is not None:
         success, reached = label, _from(length - 1 if moment is None else moment, length) & bool(label)
     elif (recorded := _flags(columns, NEXT_SUCCESS)) is not None:
@@ -145,7 +145,7 @@ def _outcome(
     *,
     labelled: bool,
 ) -> EpisodeOutcome:
-    """Every episode ends in exactly one way: a last row that did not end the task ended the recording."""
+    """Apply the failure rule and mark the last row terminated or truncated: every episode ends in exactly one way."""
     if labelled and success is False and _loses(rule, rewards, cut):
         terminated = terminated | _last(len(rewards))
     if success is False and terminated[-1]:
@@ -155,9 +155,9 @@ def _outcome(
 
 
 def _loses(rule: OutcomeRule, rewards: Float32[np.ndarray, "T"], cut: Bool[np.ndarray, "T"] | None) -> bool:
-    """Does a labelled failure end the task? What was recorded as cut off did not, unless all do; else the rule decides.
+    """Whether a labelled failure is terminal. A recorded truncation is not, unless the rule is `always`.
 
-    Where every step costs, an end that costs nothing is the best thing a policy can reach: `auto` does not make one.
+    If every step costs, failing at no cost would be the best a policy can do, so `auto` makes failures time-outs there.
     """
     if rule.failure == "always":
         return True
@@ -181,7 +181,7 @@ def _flags(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
 
 
 def read_success_file(path: Path, episodes: Collection[int]) -> dict[int, bool]:
-    """Success by episode_index. Episodes the file leaves out are unlabelled; episodes it invents are an error."""
+    """Success by episode_index. Episodes missing from the file are unlabelled; unknown episodes are an error."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -199,7 +199,7 @@ def read_success_file(path: Path, episodes: Collection[int]) -> dict[int, bool]:
 
 
 def _entries(path: Path, text: str) -> list[tuple[int, bool]]:
-    """(episode_index, success) pairs of a JSON object, a JSON list of objects, or one object a line."""
+    """(episode_index, success) pairs of a JSON object, a JSON list of objects, or JSON lines."""
     try:
         try:
             parsed: Any = parse_json(text, where=str(path))
@@ -229,7 +229,7 @@ def _entries(path: Path, text: str) -> list[tuple[int, bool]]:
 
 
 def describe(rule: OutcomeRule, outcomes: Sequence[EpisodeOutcome], available: Collection[str]) -> str:
-    """Which rule applied and what it found, in one sentence for people."""
+    """The rule in effect and the outcomes it found, in one sentence."""
     if rule.rule == "columns":
         source = "the columns " + ", ".join(name for name in COLUMNS if name in available)
         if NEXT_REWARD not in available:

@@ -1,8 +1,8 @@
 """The memory pool: which episodes are resident, and which of their rows a batch starts from.
 
-Everything random is a function of a counter, never of what was drawn before: the rows of batch k depend on (seed, k),
-the episodes of pool p on (seed, epoch seed, p), and p on k. So a resumed run draws the batches the uninterrupted one
-would have drawn, and every host of a job computes the same draw and reads only its share.
+Random draws are functions of counters, never of earlier draws: the rows of batch k depend on (seed, k), the episodes of
+pool p on (seed, epoch seed, p), and p on k. So resumed and uninterrupted runs draw the same batches, and every host of
+a job computes the same draw and reads only its share.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from pirl.errors import ConfigError, DataError
 from pirl.records import Array, Episode, EpisodeSource
 
 Frames = Mapping[str, UInt8[Array, "_ _ _ 3"]]
-"""The pictures of one episode, by camera."""
+"""One episode's images by camera."""
 
-_POOLS, _ROWS = 0, 1  # what a random stream is for: keeps the draws of pools and rows apart
+_POOLS, _ROWS = 0, 1  # stream numbers: keep the draws of pools and rows independent
 
 
 def row_generator(seed: int, step: int) -> np.random.Generator:
-    """The random numbers of batch `step`."""
+    """The random generator of batch `step`."""
     return _generator(seed, _ROWS, step)
 
 
@@ -40,19 +40,19 @@ def _generator(*counter: int) -> np.random.Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Episodes in memory, ready to be drawn from. Never changes once built, so any thread may read it."""
+    """Episodes in memory, ready for sampling. Immutable, hence safe to read from any thread."""
 
     indices: Int[Array, "E"]
-    """Which episodes of the source these are."""
+    """Positions of the episodes in the source."""
     table: EpisodeTable
     """Their low-dimensional rows."""
     frames: Callable[[int], Frames]
-    """Pictures of episode number i of the table."""
+    """Images of episode i of the table."""
     mass: Float[Array, "E"]
-    """Running total over the episodes of their shares of the draws."""
+    """Cumulative sum of the episodes' sampling weights."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Int[Array, "B"]:
-        """Start rows: an episode by its share, then one of its steps, each alike."""
+        """Draw start rows: an episode by its weight, then a step uniformly, moved back to its last observed row."""
         point = rng.random(count) * self.mass[-1]
         episode = np.searchsorted(self.mass, point, side="right")
         before = np.where(episode > 0, self.mass[episode - 1], 0.0)
@@ -67,7 +67,7 @@ class Resident:
         return np.flatnonzero(self.table.imitated & (self.table.seen_at == np.arange(len(self.table))))
 
     def draw_imitable(self, rng: np.random.Generator, count: int) -> Int[Array, "B"]:
-        """Start rows that an actor may imitate, each alike."""
+        """Draw start rows uniformly from `imitable`."""
         return self.imitable[rng.integers(len(self.imitable), size=count)]
 
 
@@ -80,9 +80,9 @@ def copy_frames(
     cameras: Sequence[str],
     allocate: Callable[[tuple[int, ...]], UInt8[Array, "_ _ _ 3"]],
 ) -> None:
-    """Copy the pictures of samples `positions` into `images`: `images[k][camera][i]` is the picture at `rows[k][i]`.
+    """Copy the images of samples `positions` into `images`: `images[k][camera][i]` is the image at `rows[k][i]`.
 
-    All rows of a sample belong to one episode, which is asked for once. Arrays that are not there yet are allocated.
+    All rows of a sample belong to one episode; each episode's frames are requested once. Missing arrays are allocated.
     """
     table = resident.table
     episodes = table.episode[rows[0][positions]]
@@ -102,7 +102,7 @@ def copy_frames(
 
 
 def _check_pixels(resident: Resident, episode: int, camera: str, pixels: Array, *, size: tuple[int, ...]) -> None:
-    """One picture per step, and all pictures of a camera of one size."""
+    """Raise unless there is one image per step, all of a camera's images of one size."""
     steps = int(resident.table.lengths[episode])
     if pixels.dtype != np.uint8 or pixels.shape != (steps, *size):
         raise DataError(
@@ -113,23 +113,23 @@ def _check_pixels(resident: Resident, episode: int, camera: str, pixels: Array, 
 
 
 class _Lease:
-    """Lends memory to an array: NumPy keeps it alive as long as the array or any view of it, and no longer."""
+    """The owner of an array's memory. NumPy keeps it alive exactly as long as the array or any view of it."""
 
     def __init__(self, array: Array) -> None:
         self.__array_interface__ = array.__array_interface__
 
 
 class FrameMemory:
-    """Memory for pictures, used again once nobody refers to the array (or a view, or a device's alias) any more.
+    """An allocator of image arrays that reuses memory once an array, its views and its device aliases are gone.
 
-    Touching fresh pages costs more than copying into them, and a batch is hundreds of megabytes.
+    Touching fresh pages costs more than copying into them, and a batch takes hundreds of megabytes.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Array]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...]) -> UInt8[Array, "_ _ _ 3"]:
-        """An array with arbitrary content."""
+        """An uninitialised array."""
         size = int(np.prod(shape))
         free = self._free[size]
         try:
@@ -152,11 +152,10 @@ def make_resident(
     imitated: Imitated = "all",
     takeovers: TakeoverRule = NO_MEANING,
 ) -> Resident:
-    """Tabulate episodes and give each its share of the draws: `weights`, or its number of steps (uniform over rows).
+    """Tabulate episodes and set their sampling weights: `weights`, or the number of steps (uniform over rows).
 
-    `balance` makes successes and failures equally likely. It changes the state distribution the critic is trained on,
-    and with it every value where the outcome is uncertain (an even chance of success, whatever the policy's rate is):
-    useful to look at rare outcomes, off by default.
+    `balance` makes successes and failures equally likely. This biases the critic's values towards an even chance of
+    success, whatever the policy's rate is: useful to study rare outcomes, off by default.
     """
     episodes = [source.episode(int(index)) for index in indices]
     mass = np.array([len(episode) for episode in episodes], np.float64) if weights is None else weights
@@ -169,7 +168,7 @@ def make_resident(
 
 
 def _balancing(outcomes: list[bool | None], mass: Float[Array, "E"]) -> Float[Array, "E"]:
-    """Factors which give successes and failures the same total; nothing to balance without both."""
+    """Factors that give successes and failures the same total mass; all 1 unless there are both."""
     factors = np.ones(len(mass))
     groups = [np.array([outcome is kind for outcome in outcomes]) for kind in (True, False)]
     totals = [mass[group].sum() for group in groups]
@@ -180,13 +179,13 @@ def _balancing(outcomes: list[bool | None], mass: Float[Array, "E"]) -> Float[Ar
 
 
 class MemoryPool:
-    """A rotating set of resident episodes; the next one is decoded in the background while this one is used.
+    """Rotating sets of resident episodes: the next pool is decoded in the background while the current one is used.
 
-    One pass over the source is one shuffle cut into pools of nearly equal size, so every episode is resident once per
-    pass. Two pools are in memory at a time. Without `episodes_per_memory_pool` everything is resident for good and
-    pictures are asked of the source whenever they are needed: right for sources that hold or map them.
-    Pools share the steps equally, and shares of the draws hold within a pool: with few episodes to a pool, a source's
-    share of all batches is only near its weight. Used by one thread at a time; `close` may be called from any.
+    Each pass shuffles the source and splits it into pools of nearly equal size, so every episode is resident once per
+    pass. Two pools are in memory at a time. With `episodes_per_memory_pool` None all episodes stay resident and images
+    are requested from the source for each batch: right for sources that hold or memory-map them.
+    Every pool serves the same number of steps and sampling weights apply within a pool, so with few episodes per pool a
+    source's share of all batches only approximates its weight. For one thread at a time; any thread may `close` it.
     """
 
     def __init__(
@@ -221,11 +220,11 @@ class MemoryPool:
 
     @property
     def pools_per_pass(self) -> int:
-        """How many pools it takes to have had every episode in memory once."""
+        """Number of pools that hold every episode once."""
         return 1 if self._size is None else -(-len(self.source) // self._size)
 
     def episodes(self, pool: int) -> Int[Array, "E"]:
-        """The episodes of pool number `pool`, in the source's order."""
+        """Indices of the episodes in pool number `pool`, sorted."""
         if self.pools_per_pass == 1:
             return np.arange(len(self.source))
         shuffle, part = divmod(pool, self.pools_per_pass)
@@ -233,7 +232,7 @@ class MemoryPool:
         return np.sort(np.array_split(order, self.pools_per_pass)[part])
 
     def resident(self, step: int) -> Resident:
-        """The pool batch `step` is drawn from; waits for its decoding, and starts that of the next one."""
+        """The pool that batch `step` is drawn from. Blocks until it is decoded and starts decoding the next one."""
         pool = 0 if self.pools_per_pass == 1 else step // self._steps
         wanted = [pool] if self.pools_per_pass == 1 else [pool, pool + 1]
         for number in [number for number in self._pools if number not in wanted]:
@@ -244,14 +243,14 @@ class MemoryPool:
         return self._pools[pool].result()
 
     def refresh_memory_pool(self, epoch_seed: int) -> None:
-        """Shuffle the episodes into pools anew, from the next batch on; the same epoch seed gives the same pools."""
+        """Reshuffle episodes into pools from the next batch on; deterministic in `epoch_seed`."""
         self._stop.set()
         self._stop = threading.Event()
         self._pools.clear()
         self.epoch_seed = epoch_seed
 
     def close(self) -> None:
-        """Stop decoding, after the episode at hand."""
+        """Stop decoding after the current episode, and wait for it."""
         self._stop.set()
         self._decoder.shutdown(wait=True, cancel_futures=True)
 
@@ -278,7 +277,7 @@ class MemoryPool:
 
 
 def episode_weights(source: EpisodeSource) -> Float[Array, "E"] | None:
-    """Each episode's share of the draws, for sources that have a say in it; they count length themselves."""
+    """The source's validated `weights` (which account for episode lengths); None if it has none."""
     weights = source.weights
     if weights is None:
         return None
@@ -308,17 +307,17 @@ class DatasetStatistics:
     failures: int
     """Episodes labelled failed."""
     terminated: int
-    """Episodes in which some step ended the task."""
+    """Episodes with a terminated step."""
     truncated: int
-    """Episodes whose recording just stopped: the critic bootstraps there."""
+    """Episodes whose last step is not terminated: the critic bootstraps there."""
     mean_return: float
     """Undiscounted sum of rewards, mean over episodes."""
     tasks: Mapping[str, int]
-    """Episodes of each instruction."""
+    """Number of episodes by instruction."""
 
 
 def dataset_statistics(source: EpisodeSource) -> DatasetStatistics:
-    """Count what a source holds; reads the low-dimensional half of every episode."""
+    """Compute statistics from every episode's low-dimensional data."""
     episodes = [source.episode(index) for index in range(len(source))]
     terminated = sum(bool(episode.terminated.any()) for episode in episodes)
     return DatasetStatistics(
@@ -336,7 +335,7 @@ def dataset_statistics(source: EpisodeSource) -> DatasetStatistics:
 
 
 def fingerprint(source: EpisodeSource) -> str:
-    """A hash of what batches are made of, except pictures: a resumed run must find the same data."""
+    """A hash of the source's weights and low-dimensional data (not images), to check the data of a resumed run."""
     digest = hashlib.blake2b(digest_size=16)
     weights = episode_weights(source)
     digest.update(repr(source.cameras).encode() + (b"" if weights is None else weights.tobytes()))
@@ -346,7 +345,7 @@ def fingerprint(source: EpisodeSource) -> str:
 
 
 def low_dim_digest(episode: Episode) -> bytes:
-    """A hash of one episode's low-dimensional half, sizes and kinds of numbers included."""
+    """A hash of one episode's task, outcome and columns with their dtypes and shapes."""
     digest = hashlib.blake2b(repr((episode.task, episode.success)).encode(), digest_size=16)
     columns = (episode.state, episode.actions, episode.rewards, episode.terminated, episode.truncated)
     for column in (*columns, episode.intended, episode.intervention, episode.observed):

@@ -1,4 +1,4 @@
-"""Opens a dataset's JSON and parquet files; errors name the missing or damaged file and its episode."""
+"""Reads a dataset's JSON and parquet files; errors name the missing or damaged file and its episode."""
 
 import warnings
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowE
 
 
 def read_json(root: Path, file: Path, *, lines: bool = False) -> Any:
-    """A JSON value, or a list of them where each line is one."""
+    """Parse a JSON file, or with `lines` a JSON lines file to a list."""
     try:
         text = journal.opened(root, file, lambda path: path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -31,7 +31,7 @@ def read_json(root: Path, file: Path, *, lines: bool = False) -> Any:
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """A parquet file; pages that have a checksum (those pirl wrote) are checked as they are read."""
+    """Open a parquet file. Reading verifies page checksums, which files written by pirl have."""
     return pq.ParquetFile(path, page_checksum_verification=True)
 
 
@@ -43,7 +43,7 @@ def read_table(
     episode: int | None = None,
     unread: Collection[str] = (),
 ) -> pa.Table:
-    """A parquet file, or those columns of it; says which of `unread` are there and not asked for."""
+    """Read a parquet file, or some of its columns; warns if one of `unread` is present but not requested."""
     try:
         with journal.opened(root, file, open_parquet) as source:
             names = source.schema_arrow.names
@@ -69,7 +69,7 @@ def read_table(
 
 
 def column_names(root: Path, file: Path) -> list[str]:
-    """The columns of a parquet file."""
+    """Column names of a parquet file."""
     try:
         return list(journal.opened(root, file, pq.read_schema).names)
     except FileNotFoundError as error:
@@ -79,18 +79,18 @@ def column_names(root: Path, file: Path) -> list[str]:
 
 
 def missing(path: Path, episode: int | None = None) -> DataError:
-    """The error for a file that is not there."""
+    """The error for a missing file."""
     return DataError(f"{path}{_of(episode)}: no such file", hint="the dataset is incomplete: download or copy it again")
 
 
 def unreadable(path: Path, episode: int | None, error: Exception) -> DataError:
-    """The error for a file that is damaged."""
+    """The error for a damaged file."""
     problem = " ".join(str(error).split())[:300] or type(error).__name__
     return DataError(f"{path}{_of(episode)}: cannot be read ({problem})", hint="download or export the file again")
 
 
 def wrong_length(path: Path, episode: int, found: int, what: str, expected: int) -> DataError:
-    """The error for a file that holds more or less than the metadata says."""
+    """The error for a file whose length differs from the metadata."""
     return DataError(
         f"{path}: episode {episode}: {found} {what}, but the episode's length is {expected} in the metadata",
         hint="files and metadata disagree: download or export the dataset again, or remove the episode",

@@ -1,4 +1,4 @@
-"""A recorded dataset as its robot would have sent it: one observation at a time, in the robot's own keys."""
+"""Replays a recorded dataset as observations in the robot's own keys, one at a time."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from pirl.data.robots import Robot
 
 
 class Recorded:
-    """One LeRobot dataset, for one robot."""
+    """One LeRobot dataset as observations of a robot."""
 
     def __init__(self, robot: Robot, dataset: str | Path, *, size: int) -> None:
-        """`size`: pictures are decoded to this width, the model's."""
+        """Open the dataset; images are decoded to fit the model's `size`."""
         self._robot, self._size = robot, size
         self.meta, columns = rows.read_dataset(lerobot.resolve(dataset))
         state_keys, action_key = find_columns(robot, self.meta.features)

@@ -7,7 +7,7 @@ dictionary that `save` returns.
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,15 @@ from pirl.records import Array, Episode, EpisodeSource
 
 
 class MemorySource(EpisodeSource):
-    """Episodes with their pictures, held in memory. They never change."""
+    """Episodes and their images in memory. Immutable."""
 
     def __init__(self, *, cameras: tuple[str, ...], items: Sequence[tuple[Episode, Frames]]) -> None:
-        """`items` are the episodes, oldest first; each has pictures of every camera."""
+        """`items` are the episodes, oldest first; each has images of every camera."""
         self._cameras, self.items = cameras, items
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """The cameras every episode has pictures of."""
+        """The cameras of every episode."""
         return self._cameras
 
     @property
@@ -47,14 +47,14 @@ class MemorySource(EpisodeSource):
         return self.items[index][0]
 
     def frames(self, index: int) -> Frames:
-        """Pictures of one episode."""
+        """Images of one episode."""
         return self.items[index][1]
 
 
 @dataclass(frozen=True)
 class _Stored:
     number: int
-    """Counts the episodes ever appended; the file's name."""
+    """Sequence number of the episode among all ever appended; part of the file name."""
     episode: Episode
     frames: Frames
     size: int
@@ -62,10 +62,10 @@ class _Stored:
 
 
 class ReplayBuffer(EpisodeSource):
-    """A ring of episodes; the oldest leave first.
+    """A FIFO ring of episodes.
 
-    Only whole episodes enter, so no chunk can straddle the write position. Appending and reading may happen on
-    different threads: readers work on a `snapshot`, which later appends and evictions leave alone.
+    Holds whole episodes only, so no chunk can straddle the write position. Different threads may append and read:
+    readers use a `snapshot`, which later appends and evictions do not change.
     """
 
     def __init__(self, *, cameras: tuple[str, ...], max_episodes: int, max_bytes: int) -> None:
@@ -80,23 +80,23 @@ class ReplayBuffer(EpisodeSource):
         self._ring: deque[_Stored] = deque()
         self._appended = 0
         self._bytes = 0
-        self._files: dict[int, str] = {}  # names of the episodes that have been hashed
+        self._files: dict[int, str] = {}  # file names by number, of episodes that have been hashed
         self._contents = MemorySource(cameras=cameras, items=())
         self._lock = threading.Lock()
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """The cameras every episode has pictures of."""
+        """The cameras of every episode."""
         return self._cameras
 
     @property
     def appended(self) -> int:
-        """How many episodes were ever appended."""
+        """Number of episodes ever appended."""
         return self._appended
 
     @property
     def nbytes(self) -> int:
-        """Bytes the episodes take now."""
+        """Current size in bytes."""
         return self._bytes
 
     @property
@@ -108,19 +108,19 @@ class ReplayBuffer(EpisodeSource):
         return len(self._ring)
 
     def episode(self, index: int) -> Episode:
-        """Low-dimensional data of one episode, the oldest being number 0."""
+        """Low-dimensional data of one episode; 0 is the oldest."""
         return self._contents.episode(index)
 
     def frames(self, index: int) -> Frames:
-        """Pictures of one episode."""
+        """Images of one episode."""
         return self._contents.frames(index)
 
     def snapshot(self) -> MemorySource:
-        """The contents at this moment: the same object as long as they are the same."""
+        """The current contents; the same object until they change."""
         return self._contents
 
     def append(self, episode: Episode, frames: Frames) -> None:
-        """Add an episode; the oldest are forgotten until it fits. The arrays are kept, not copied."""
+        """Add an episode, evicting the oldest until it fits. Keeps the arrays without copying them."""
         _check_frames(episode, frames, self.cameras)
         size = sum(array.nbytes for array in _arrays(episode, frames).values())
         if size > self.max_bytes:
@@ -139,7 +139,7 @@ class ReplayBuffer(EpisodeSource):
             self._publish()
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Write the episodes that are not there yet; returns what `restore` needs (plain JSON).
+        """Write the episodes that have no file yet; returns the state for `restore` (plain JSON).
 
         Files of forgotten episodes stay, because an older checkpoint may still name them.
         """
@@ -154,7 +154,7 @@ class ReplayBuffer(EpisodeSource):
         return {"appended": appended, "episodes": [self._files[stored.number] for stored in ring]}
 
     def restore(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Replace the contents by what `save` wrote; refuses missing or damaged files."""
+        """Replace the contents with those `save` wrote; raises for missing or damaged files."""
         ring: deque[_Stored] = deque()
         for name in state["episodes"]:
             episode, frames = episode_store.read(directory / name, self._of)
@@ -176,12 +176,12 @@ class ReplayBuffer(EpisodeSource):
         return episode_store.episode_of(arrays), {camera: arrays[f"frames.{camera}"] for camera in self.cameras}
 
     def _publish(self) -> None:
-        items = tuple((stored.episode, stored.frames) for stored in self._ring)
+        items = tuple((replace(stored.episode, number=stored.number), stored.frames) for stored in self._ring)
         self._contents = MemorySource(cameras=self.cameras, items=items)
 
 
 class ReplayStream:
-    """Draws from a replay buffer as it is when asked; the table is rebuilt only after it changed."""
+    """The replay buffer's current contents as a `Resident`, rebuilt only after they changed."""
 
     def __init__(
         self,

@@ -8,25 +8,25 @@ from pirl.records import Array
 
 
 def content_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Height and width of a picture inside a letterbox of that size, rounded exactly as OpenPI rounds them."""
+    """Height and width of an image inside a letterbox of `size`, rounded exactly as in OpenPI."""
     ratio = max(width / size[1], height / size[0])
     return int(height / ratio), int(width / ratio)
 
 
 def resize_exact(image: UInt8[Array, "h w 3"], size: tuple[int, int]) -> UInt8[Array, "h2 w2 3"]:
-    """PIL's bilinear filter, which is what OpenPI's data pipeline sees."""
+    """Resize with PIL's bilinear filter, as OpenPI's data pipeline does."""
     if image.shape[:2] == size:
         return image
     return np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
 
 
 def fit(image: UInt8[Array, "h w 3"], size: tuple[int, int]) -> UInt8[Array, "h2 w2 3"]:
-    """The picture scaled to just fit into `size`, sides in proportion."""
+    """Resize the image to fit into `size`, keeping its aspect ratio."""
     return resize_exact(image, content_size(image.shape[0], image.shape[1], size))
 
 
 def pad(image: Shaped[Array, "*B h w 3"], size: tuple[int, int]) -> Shaped[Array, "*B h2 w2 3"]:
-    """The picture, which must fit, centred on black."""
+    """Centre the image, which must fit, on black."""
     height, width = image.shape[-3:-1]
     if (height, width) == size:
         return image
@@ -37,5 +37,5 @@ def pad(image: Shaped[Array, "*B h w 3"], size: tuple[int, int]) -> Shaped[Array
 
 
 def letterbox(image: UInt8[Array, "h w 3"], size: tuple[int, int]) -> UInt8[Array, "h2 w2 3"]:
-    """The picture scaled to fit, centred on black."""
+    """Resize the image to fit and centre it on black."""
     return pad(fit(image, size), size)

@@ -1,7 +1,7 @@
 """Robots as data: where to find cameras, state and actions, and the conversion between their units and the model's.
 
-A robot's units are what its driver and its datasets speak; the model's are what π₀ was pretrained on. Normalisation and
-padding come after (see `transforms`). Adding a robot is one entry here, or `make_robot(...)` in a module of one's own.
+A robot's units are those of its driver and datasets; the model's are those π₀ was pretrained on. Normalisation and
+padding come after (see `transforms`). To add a robot, add an entry here or call `make_robot(...)` in your own module.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,17 +31,17 @@ from pirl.trust import load_object
 
 @dataclass(frozen=True, kw_only=True)
 class Robot:
-    """One kind of robot. Keys are paths: nested observations are read with "/" between the levels."""
+    """One kind of robot. Keys are paths: "/" separates the levels of nested observations."""
 
     name: str
     """Name in the registry and in messages."""
     cameras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Camera slot of the model -> the keys its picture may have, best first: at inference, then in datasets. A slot
-    that is not listed does not exist on this robot: black, and masked. No slot at all: the policy sees no pictures."""
+    """Model camera slot -> candidate image keys in order of preference, those of inference before those of datasets.
+    Unlisted slots do not exist on this robot: black and masked. Empty: the policy sees no images."""
     optional_cameras: tuple[str, ...] = ()
-    """Slots whose picture may be absent; then black, and masked."""
+    """Slots whose image may be absent; they are then black and masked."""
     unused_cameras: tuple[str, ...] = ()
-    """Keys of pictures that are known and not looked at."""
+    """Known image keys that the policy ignores."""
     state_keys: tuple[tuple[str, ...], ...] = ((f"observation/{STATE}",), (STATE,), (LEROBOT_STATE,))
     """Possible keys of the state, best first; the values of one entry's keys are joined."""
     action_keys: tuple[str, ...] = (ACTIONS, LEROBOT_ACTION)
@@ -53,11 +53,11 @@ class Robot:
     action_dim: int
     """Size of an action."""
     delta_mask: tuple[bool, ...] = ()
-    """Dimensions in which the model speaks of the difference to the current state; those beyond it are absolute."""
+    """True for dimensions whose model actions are relative to the current state; dimensions beyond are absolute."""
     adapt_to_pi: bool = False
-    """ALOHA: turn joints and grippers into the space that π₀ was pretrained in."""
+    """ALOHA: convert joints and grippers to the space π₀ was pretrained in."""
     prompt: str | None = None
-    """Instruction where an observation has none."""
+    """Default instruction for observations without one."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.cameras) - set(CAMERAS):
@@ -74,10 +74,10 @@ class Robot:
             raise ConfigError(f"robot {self.name!r}: adapt_to_pi is for ALOHA's 14 dimensions, not {self.action_dim}")
 
     def find_cameras(self, keys: Collection[str], pictures: Collection[str] | None = None) -> dict[str, str]:
-        """Which of `keys` (an observation's, or a dataset's) feeds each slot; slots without a picture are left out.
+        """Map each slot to its key among `keys` (an observation's or a dataset's); omits slots without an image.
 
-        `pictures` are those keys that certainly hold one. A misspelt camera must not pass for an absent one, so a
-        picture nobody asked for is refused while an optional camera is missing.
+        `pictures` are the keys known to hold images. Raises if a required camera is missing, or an optional one while
+        an unknown image is present, because then the camera's name is probably misspelt.
         """
         found = {slot: key for slot, names in self.cameras.items() if (key := _first(names, keys)) is not None}
         missing = [slot for slot in self.cameras if slot not in found]
@@ -93,7 +93,7 @@ class Robot:
         return found
 
     def find_state(self, raw: Mapping[str, object]) -> Float[Array, "S"]:
-        """The state in a flat observation."""
+        """The state of a flat observation."""
         for keys in self.state_keys:
             if all(key in raw for key in keys):
                 values = [_numbers(raw[key], key, ndim=1) for key in keys]
@@ -102,14 +102,14 @@ class Robot:
         raise self._absent("state", wanted, raw)
 
     def find_actions(self, raw: Mapping[str, object]) -> Float[Array, "H A"]:
-        """The chunk of actions in a flat training sample."""
+        """The action chunk of a flat training sample."""
         key = _first(self.action_keys, raw)
         if key is None:
             raise self._absent("actions", " or ".join(self.action_keys), raw)
         return self.check(_numbers(raw[key], key, ndim=2), key, self.action_dim)
 
     def find_prompt(self, raw: Mapping[str, object], default: str | None = None) -> str:
-        """The instruction in a flat observation, or the default one."""
+        """The instruction of a flat observation, or the default."""
         key = _first(self.prompt_keys, [key for key, value in raw.items() if value is not None])
         value: object = self.prompt if default is None else default
         if key is not None:
@@ -121,7 +121,7 @@ class Robot:
         return value
 
     def check(self, x: Float[Array, "*B D"], key: str, dim: int) -> Float[Array, "*B D"]:
-        """The array itself, if it has `dim` finite numbers in its last axis."""
+        """Return the array; raises unless its last axis has `dim` finite numbers."""
         if x.shape[-1] != dim:
             raise DataError(
                 f"robot {self.name!r}: {key} has shape {x.shape}, expected {dim} in the last axis",
@@ -142,22 +142,22 @@ class Robot:
         )
 
     def encode_state(self, state: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
-        """Robot units to the model's."""
+        """Convert a state from the robot's units to the model's."""
         state = np.asarray(state, np.float64)
         return aloha_state_to_pi(state) if self.adapt_to_pi else state
 
     def encode_actions(self, actions: Float[Array, "*B H A"], state: Float[Array, "*B S"]) -> Float[Array, "*B H A"]:
-        """Robot units to the model's; `state` is the state before the chunk, in the model's units already."""
+        """Convert a chunk from the robot's units to the model's; `state` precedes it and is in the model's units."""
         actions = aloha_actions_to_pi(actions) if self.adapt_to_pi else np.array(actions, np.float64)
         return self._shift(actions, state, -1.0)
 
     def decode_actions(self, actions: Float[Array, "*B H A"], state: Float[Array, "*B S"]) -> Float[Array, "*B H A"]:
-        """The inverse of `encode_actions`."""
+        """Inverse of `encode_actions`."""
         actions = self._shift(np.array(actions, np.float64), state, 1.0)
         return aloha_actions_from_pi(actions) if self.adapt_to_pi else actions
 
     def _shift(self, actions: Array, state: Array, sign: float) -> Array:
-        """Add or take away the current state, once for the whole chunk, where the mask says so; in place."""
+        """Add or subtract the same state at every step of the chunk in the dimensions of `delta_mask`; in place."""
         dims = len(self.delta_mask)
         if dims:
             actions[..., :dims] += sign * np.where(self.delta_mask, state[..., :dims], 0.0)[..., None, :]
@@ -169,9 +169,9 @@ def _first(names: Collection[str], keys: Collection[str]) -> str | None:
 
 
 def _numbers(value: object, key: str, *, ndim: int) -> Array:
-    """`value` as float64; a lone number counts as a vector of one (DROID's gripper)."""
+    """`value` as float64 of `ndim` axes; a scalar counts as a vector of one (DROID's gripper)."""
     try:
-        if np.asarray(value).dtype.kind in "mMSU":  # times and text would pass for numbers
+        if np.asarray(value).dtype.kind in "mMSU":  # NumPy would convert times and text to numbers
             raise TypeError
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -192,7 +192,7 @@ def delta_mask(*dims: int) -> tuple[bool, ...]:
 
 
 def aloha(*, name: str = "aloha", adapt_to_pi: bool = True, use_delta: bool = True, prompt: str | None = None) -> Robot:
-    """Two arms of six joints and a gripper. Only the upper camera must be there; the lower one is not looked at."""
+    """ALOHA: two arms of six joints and a gripper. Requires only the upper camera and ignores the lower one."""
 
     def keys(camera: str, *more: str) -> tuple[str, ...]:
         return (f"images/{camera}", f"{LEROBOT_IMAGES}.{camera}", *more)
@@ -216,8 +216,8 @@ def aloha(*, name: str = "aloha", adapt_to_pi: bool = True, use_delta: bool = Tr
 
 
 def libero(*, name: str = "libero", delta: bool = False, prompt: str | None = None) -> Robot:
-    """One Franka arm in simulation. Its actions are relative already; `delta` subtracts the state once more, as
-    the released π₀ (not π₀.₅) LIBERO checkpoint was trained.
+    """One Franka arm in simulation. Its actions are already relative; `delta` subtracts the state once more, as in the
+    training of the released π₀ (not π₀.₅) LIBERO checkpoint.
     """
     return Robot(
         name=name,
@@ -238,7 +238,7 @@ def libero(*, name: str = "libero", delta: bool = False, prompt: str | None = No
 
 
 def droid(*, name: str = "droid", joint_position: bool = False, prompt: str | None = None) -> Robot:
-    """One Franka arm; actions are joint velocities, or joint positions made relative, and a gripper position."""
+    """One Franka arm; actions are joint velocities (or joint positions, made relative) and a gripper position."""
     return Robot(
         name=name,
         cameras={
@@ -281,9 +281,9 @@ def make_robot(
     action_keys: tuple[str, ...] = (),
     prompt: str | None = None,
 ) -> Robot:
-    """Your own robot: its sizes, and which image goes into which camera slot.
+    """Your own robot: its sizes, and the image key of each camera slot.
 
-    `relative` gives run lengths as in `delta_mask`; a key of one's own is looked for before the usual ones.
+    `relative` gives run lengths as in `delta_mask`; your keys take precedence over the usual ones.
     """
     usual = Robot(name=name, state_dim=state_dim, action_dim=action_dim)
     named = {slot: (keys,) if isinstance(keys, str) else keys for slot, keys in (cameras or {}).items()}
@@ -318,7 +318,7 @@ ROBOTS: Mapping[str, Robot] = {
     for robot in (
         aloha(),
         aloha(name="aloha_sim", use_delta=False, prompt="Transfer cube"),
-        # The same without pictures: joints, then position and quaternion of the cube, or of peg and socket.
+        # The same without images: joints, then position and quaternion of the cube, or of peg and socket.
         make_robot(name="aloha_sim_full", state_dim=21, action_dim=14),
         make_robot(name="aloha_sim_full_insertion", state_dim=28, action_dim=14),
         libero(),
@@ -336,8 +336,8 @@ ROBOTS: Mapping[str, Robot] = {
             },
             optional_cameras=(LEFT_WRIST_CAMERA,),
         ),
-        # Meta-World: hand, gripper and pictures; or its whole observation instead, with objects and goal,
-        # and which task of a suite it is.
+        # Meta-World: hand, gripper and images; or instead its full observation with objects and goal,
+        # plus a one-hot task of the suite.
         make_robot(
             name="metaworld",
             state_dim=4,
@@ -351,7 +351,7 @@ ROBOTS: Mapping[str, Robot] = {
         make_robot(name="metaworld_full", state_dim=39, action_dim=4),
         make_robot(name="metaworld_mt10", state_dim=49, action_dim=4),
         make_robot(name="metaworld_mt50", state_dim=89, action_dim=4),
-        # OGBench: one robot, but its state also holds the objects, whose number differs; pictures replace them.
+        # OGBench: one arm, but the state also holds the objects, whose number varies; images replace them.
         *(make_robot(name=f"ogbench_{world}", state_dim=dim, action_dim=5) for world, dim in _OGBENCH_STATES.items()),
         make_robot(
             name="ogbench_visual",
@@ -359,14 +359,14 @@ ROBOTS: Mapping[str, Robot] = {
             action_dim=5,
             cameras={BASE_CAMERA: (IMAGE, f"{LEROBOT_IMAGES}.{IMAGE}")},
         ),
-        # The point on a plane of `data.synthetic`, for trying things out.
+        # The point on a plane of `data.synthetic`, for tests and demos.
         make_robot(name="synthetic", state_dim=2, action_dim=2, cameras={BASE_CAMERA: IMAGE}),
     )
 }
 
 
 def get_robot(name: str) -> Robot:
-    """A robot by name; `module:NAME` is the object NAME of your own module."""
+    """A robot by name; `module:NAME` imports the object NAME from your own module."""
     module, _, own = name.rpartition(":")
     if module:
         return _imported(module, own)
@@ -376,7 +376,7 @@ def get_robot(name: str) -> Robot:
 
 
 def _imported(module: str, name: str) -> Robot:
-    """A robot that a configuration names by where it is, as gymnasium's ids do."""
+    """Import a robot named as `module:NAME`, as in gymnasium's ids."""
     found = load_object(f"{module}:{name}", what="robot")
     if not isinstance(found, Robot):
         raise ConfigError(

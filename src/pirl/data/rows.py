@@ -1,7 +1,7 @@
-"""The numbers of a LeRobot dataset, in memory, with every column checked row by row against the metadata.
+"""The numeric and text columns of a LeRobot dataset in memory, checked row by row against the metadata.
 
-A value is never changed to fit: a column whose rows have other lengths, whose numbers do not survive the declared dtype
-(1.58 as int8) or that holds text where numbers are declared is refused, with the file, the episode and the frame.
+Values are never coerced: rows of the wrong length, numbers that do not survive the declared dtype (1.58 as int8) and
+text where numbers are declared raise errors that name the file, the episode and the frame.
 """
 
 import math
@@ -23,12 +23,12 @@ from pirl.names import NEXT_DONE, NEXT_REWARD, NEXT_SUCCESS, NEXT_TRUNCATED
 
 ROW_KEYS = ("episode_index", "frame_index", "timestamp", "task_index")
 """Columns of every LeRobot dataset."""
-_UNREAD = {NEXT_REWARD, NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED}  # without them an episode would mean something else
+_UNREAD = {NEXT_REWARD, NEXT_SUCCESS, NEXT_DONE, NEXT_TRUNCATED}  # undeclared ones warn: they define outcomes
 _HINT = "the file and its metadata belong to different datasets, or an export went wrong"
 
 
 def read_dataset(root: Path) -> tuple[DatasetMeta, dict[str, Shaped[np.ndarray, "N ..."]]]:
-    """Metadata and columns of one state of the dataset, also while a writer adds to it."""
+    """Metadata and columns of one consistent state of the dataset, even while a writer appends to it."""
     root = root.expanduser().resolve()
 
     def read() -> tuple[DatasetMeta, dict[str, np.ndarray]]:
@@ -39,7 +39,7 @@ def read_dataset(root: Path) -> tuple[DatasetMeta, dict[str, Shaped[np.ndarray, 
 
 
 def read_columns(meta: DatasetMeta) -> dict[str, Shaped[np.ndarray, "N ..."]]:
-    """Every low-dimensional column of the dataset as one array; rows of an episode are `start : start + length`."""
+    """Every low-dimensional column of the dataset as one array; an episode's rows are `start : start + length`."""
     keys = list(dict.fromkeys([*ROW_KEYS, *(key for key, feature in meta.features.items() if feature.is_column)]))
     for key in ROW_KEYS:
         if not meta.feature(key).is_number or math.prod(meta.features[key].shape) != 1:
@@ -67,7 +67,7 @@ def read_columns(meta: DatasetMeta) -> dict[str, Shaped[np.ndarray, "N ..."]]:
 def _to_numpy(
     column: pa.ChunkedArray, feature: Feature, path: Path, key: str, episodes: Sequence[EpisodeMeta]
 ) -> Shaped[np.ndarray, "n ..."]:
-    """A parquet column as an array of the declared type and shape."""
+    """Convert a parquet column to an array of the declared dtype and shape."""
 
     def refuse(found: str, row: int = 0) -> DataError:
         return DataError(
@@ -104,7 +104,7 @@ def _to_numpy(
 
 
 def _levels(kind: pa.DataType) -> tuple[int, str]:
-    """How many lists deep the values lie, and what they are."""
+    """Nesting depth of lists, and the kind of the values in them."""
     levels = 0
     while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         kind, levels = kind.value_type, levels + 1
@@ -115,7 +115,7 @@ def _levels(kind: pa.DataType) -> tuple[int, str]:
 
 
 def _flattened(values: pa.Array, size: int, before: int, refuse: Any) -> pa.Array:
-    """The entries of lists which all have that many."""
+    """Flatten one level of lists, which must all have length `size`."""
     lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
     if (wrong := lengths != size).any():
         first = int(np.argmax(wrong))
@@ -125,7 +125,7 @@ def _flattened(values: pa.Array, size: int, before: int, refuse: Any) -> pa.Arra
 
 
 def _cast(stored: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The values as that dtype, and which of them it would change; float64 may be rounded to float32."""
+    """(values cast to `dtype`, mask of values the cast changed). Rounding float64 to float32 is no change."""
     with np.errstate(all="ignore"):
         array = stored.astype(dtype, copy=False)
         if dtype == stored.dtype:
@@ -140,7 +140,7 @@ def _cast(stored: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndar
 def _check_rows(
     path: Path, episodes: Sequence[EpisodeMeta], columns: Mapping[str, np.ndarray], fps: int | float
 ) -> None:
-    """The rows are the episodes the metadata lists, in order, without a gap, at the declared rate."""
+    """Raise unless the rows are the listed episodes, in order, without gaps, at the declared rate."""
     owner, frame, time = (columns[key].reshape(-1) for key in ("episode_index", "frame_index", "timestamp"))
     counts = dict(zip(*np.unique(owner, return_counts=True), strict=True))
     for episode in episodes:
@@ -159,7 +159,7 @@ def _check_rows(
             f"{path}: episode {listed[wrong[0]]}: frame_index is {frame[wrong[0]]}, expected {counted[wrong[0]]}",
             hint="frames are missing or out of order: export the episode again, or remove it",
         )
-    if (wrong := np.flatnonzero(~(np.abs(time - counted / fps) <= 0.5 / fps))).size:  # also what is not a number
+    if (wrong := np.flatnonzero(~(np.abs(time - counted / fps) <= 0.5 / fps))).size:  # NaN fails, too
         raise DataError(
             f"{path}: episode {listed[wrong[0]]}: frame {counted[wrong[0]]} has timestamp {time[wrong[0]]:.4f} s, "
             f"expected {counted[wrong[0]] / fps:.4f} s at the {fps} fps of {INFO_FILE}",

@@ -1,7 +1,7 @@
-"""A dataset's info.json, parsed and checked in one place: types, shapes, paths, sizes.
+"""A dataset's info.json, parsed and validated in one place: types, shapes, paths, sizes.
 
-The file comes from anywhere. What is read of it here has the type it should have, every path it leads to lies inside
-the dataset, and the rest is refused by name.
+The file is untrusted. Parsed fields have the right types, every path stays inside the dataset, and errors name the
+offending field.
 """
 
 import json
@@ -21,11 +21,11 @@ NUMERIC = (
     *(f"float{bits}" for bits in (16, 32, 64)),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 )
-"""The dtypes of numbers a dataset may declare."""
+"""The numeric dtypes a dataset may declare."""
 PICTURES = ("video", "image")
-_MEANT = ("bool", "complex", "double", "float", "int", "str", "uint")  # numbers or text, but of no such kind
-_MAX_DIGITS = 20  # of a number in a file's name; format specs have no limit of their own
-_MAX_COUNT = 2**53  # no dataset has more of anything, and floats still count exactly
+_MEANT = ("bool", "complex", "double", "float", "int", "str", "uint")  # prefixes: dtypes like `float8` are refused
+_MAX_DIGITS = 20  # width limit of a number in a file name; format specs have none
+_MAX_COUNT = 2**53  # beyond any dataset, and still exact as a float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +39,21 @@ class Feature:
     names: tuple[str, ...] = ()
     """Names of the entries (or of a picture's axes), if the dataset has them."""
     depth: bool = False
-    """A depth map rather than a picture; not read."""
+    """Whether it is a depth map; those are not read."""
 
     @property
     def is_camera(self) -> bool:
-        """Pictures a policy can look at."""
+        """Whether a policy can use it as an image."""
         return self.dtype in PICTURES and len(self.shape) == 3 and not self.depth
 
     @property
     def is_number(self) -> bool:
-        """Numbers, or truth values."""
+        """Whether it is numeric or boolean."""
         return self.dtype in NUMERIC
 
     @property
     def is_column(self) -> bool:
-        """Low-dimensional: kept in memory as an array."""
+        """Whether it is low-dimensional, hence kept in memory as an array."""
         return self.dtype == "string" or self.is_number
 
     @property
@@ -66,18 +66,18 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """info.json, checked."""
+    """The validated info.json."""
 
     file: Path
     """Its path."""
     version: str
     """One of VERSIONS."""
     fps: int | float
-    """Frames a second."""
+    """Frames per second."""
     robot: str
     """Robot type, as declared; may be empty."""
     features: Mapping[str, Feature]
-    """By key."""
+    """Features by key."""
     chunks_size: int
     """v2.0 and v2.1: episodes per folder."""
     data_path: str
@@ -89,20 +89,20 @@ class Info:
 
     @property
     def videos(self) -> tuple[str, ...]:
-        """Keys of the features that are stored as videos."""
+        """Keys of the features stored as videos."""
         return tuple(key for key, feature in self.features.items() if feature.dtype == "video")
 
     def data(self, **place: int) -> Path:
-        """The file of some rows, relative to the dataset."""
+        """The parquet file at `place`, relative to the dataset."""
         return _fill(self.file, "data_path", self.data_path, place)
 
     def video(self, key: str, **place: int) -> Path:
-        """The file of some frames of a camera, relative to the dataset."""
+        """A camera's video file at `place`, relative to the dataset."""
         return _fill(self.file, "video_path", self.video_path or "", {**place, "video_key": key})
 
 
 def parse_info(file: Path, info: Any) -> Info:
-    """The checked content of info.json."""
+    """Validate the content of info.json."""
     version = info.get("codebase_version") if isinstance(info, dict) else None
     if version not in VERSIONS:
         raise DataError(
@@ -147,7 +147,7 @@ def parse_info(file: Path, info: Any) -> Info:
 
 
 def parse_feature(key: str, declared: Any, *, where: str) -> Feature:
-    """One entry of the features; refuses what is not one, and numbers of a kind there is not."""
+    """Parse one entry of `features`; raises for malformed entries and unknown numeric dtypes."""
     if not isinstance(declared, dict) or not isinstance(declared.get("dtype"), str):
         raise DataError(
             f"{where}: feature {key!r} is {_short(declared)}",
@@ -190,7 +190,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def count(value: Any, *, what: str, where: str, least: int = 0) -> int:
-    """A whole number from `least` on, or an error that says what it is and where."""
+    """Return `value`; raises unless it is an integer >= `least`."""
     if type(value) is not int or not least <= value < _MAX_COUNT:
         raise DataError(
             f"{where}: {what} is {_short(value)}, expected a whole number from {least} on",
@@ -200,7 +200,7 @@ def count(value: Any, *, what: str, where: str, least: int = 0) -> int:
 
 
 def _check_template(file: Path, name: str, template: Any, *, known: Sequence[str], wanted: Sequence[str]) -> None:
-    """A path template holds the numbers it must hold, in plain form, and stays inside the dataset."""
+    """Raise unless a path template has the wanted fields with plain formats and stays inside the dataset."""
     if not isinstance(template, str):
         _refuse(file, name, template, "a path such as data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet")
     try:
@@ -216,7 +216,7 @@ def _check_template(file: Path, name: str, template: Any, *, known: Sequence[str
 
 
 def _is_plain(spec: str, *, text: bool) -> bool:
-    """A field of limited width, and of nothing but digits."""
+    """Whether a format spec is empty or a decimal width of limited size."""
     digits = spec.removesuffix("d")
     return spec == "" or (not text and (digits == "" or (digits.isdecimal() and int(digits) <= _MAX_DIGITS)))
 
@@ -229,7 +229,7 @@ def _fill(file: Path, name: str, template: str, place: Mapping[str, int | str]) 
 
 
 def inside(path: str) -> bool:
-    """Whether a relative path leads nowhere but into its folder."""
+    """Whether a relative path stays inside its folder and is a valid file name."""
     parts = PurePosixPath(path).parts
     stored = path.encode("utf-8", "replace")
     named = "\0" not in path and stored.decode() == path and max(map(len, stored.split(b"/"))) < 256
@@ -244,13 +244,13 @@ def _refuse(file: Path, name: str, value: Any, expected: str) -> NoReturn:
 
 
 def _short(value: Any) -> str:
-    """A value in a message, whatever it is."""
+    """A value's repr for a message, truncated."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def parse_json(text: str, *, where: str) -> Any:
-    """JSON from anywhere: a key stands once, and nothing is nested beyond what Python reads."""
+    """Parse untrusted JSON; raises for duplicate keys and too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Normalisation statistics of a dataset, from its low-dimensional columns alone: no video is opened."""
+"""Normalisation statistics of a dataset from its low-dimensional columns, without opening videos."""
 
 from collections.abc import Iterator
 
@@ -12,15 +12,15 @@ from pirl.names import ACTIONS, STATE
 from pirl.records import Array, EpisodeSource
 
 OPENPI_BATCH = 32
-"""OpenPI's batch size; the quantiles depend a little on it (see `RunningStats`)."""
+"""OpenPI's batch size; quantiles depend on it slightly (see `RunningStats`)."""
 
 
 def compute_norm_stats(
     source: EpisodeSource, robot: Robot, horizon: int, *, batch_size: int = OPENPI_BATCH
 ) -> dict[str, NormStats]:
-    """Statistics of states and of chunks of relative actions, in the model's units, over every step of every episode.
+    """Statistics of states and relative action chunks, in the model's units, over every step of every episode.
 
-    With OpenPI's batch size the numbers are OpenPI's, up to its leaving out the last incomplete batch. Save them as
+    With OpenPI's batch size they equal OpenPI's, except that OpenPI omits the last incomplete batch. Save them as
     assets/<config>/<repo_id>/norm_stats.json, where OpenPI writes its own.
     """
     state_stats, action_stats = RunningStats(), RunningStats()
@@ -56,6 +56,6 @@ def _samples(source: EpisodeSource, index: int, robot: Robot, horizon: int) -> t
 
 
 def action_chunks(actions: Float[Array, "T A"], horizon: int) -> Float[Array, "T H A"]:
-    """The chunk from every step on; beyond the end of the episode the last action is repeated, as LeRobot does."""
+    """The chunk starting at every step; repeats the last action beyond the episode's end, as in LeRobot."""
     steps = np.arange(len(actions))[:, None] + np.arange(horizon)
     return actions[np.minimum(steps, len(actions) - 1)]

@@ -1,10 +1,10 @@
 """A synthetic task: a point on a plane, a goal, and demonstrations that are good, slow or wrong.
 
 It needs no files, so the `debug` recipes and the promise tests run anywhere. The point starts near the middle and must
-reach the goal on the right within `LIMIT` steps. The demonstrator's errors are choices, not imprecision: it goes
-straight (success), takes a detour over the top (success, but later than the limit allows a policy), or walks into the
-trap on the left (failure). Imitation copies the mixture, and imitating successes alone keeps the detours; only the
-discounted return says that straight is better.
+reach the goal on the right within `LIMIT` steps. The demonstrator errs by choice, not by imprecision: it goes straight
+(success), takes a detour over the top (success, but too late for a policy's limit), or walks into the trap on the left
+(failure). Imitation copies the mixture, and imitating successes alone keeps the detours; only the discounted return
+favours going straight.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ STEP, RADIUS, LIMIT = 0.15, 0.2, 9
 PICTURE = 24
 TASK = "go to the goal"
 DETOUR, WRONG = 0.3, 0.3
-"""How often the demonstrator takes each; otherwise it goes straight."""
+"""Probabilities of the detour and of the trap; otherwise the demonstrator goes straight."""
 
 
 def reset(rng: np.random.Generator, count: int) -> Float[Array, "B 2"]:
@@ -42,7 +42,7 @@ def _at(position: Float[Array, "B 2"], place: Float[Array, "2"]) -> Bool[Array, 
 
 
 def demonstrate(rng: np.random.Generator) -> Episode:
-    """One demonstration, to its end."""
+    """One complete demonstration."""
     choice = rng.uniform()
     route = [TRAP] if choice < WRONG else [TOP, GOAL] if choice < WRONG + DETOUR else [GOAL]
     position = reset(rng, 1)
@@ -83,7 +83,7 @@ def picture(position: Float[Array, "B 2"]) -> UInt8[Array, "B 24 24 3"]:
 
 
 def demonstrations(*, episodes: int = 200, seed: int = 0, pictures: bool = True) -> MemorySource:
-    """Demonstrations made on the spot; the same seed makes the same ones."""
+    """Generate demonstrations, deterministically from the seed."""
     rng = np.random.default_rng(seed)
     made = [demonstrate(rng) for _ in range(episodes)]
     cameras = (BASE_CAMERA,) if pictures else ()
@@ -93,7 +93,7 @@ def demonstrations(*, episodes: int = 200, seed: int = 0, pictures: bool = True)
 
 
 def success_rate(chunks: Callable[[Array], Array], *, episodes: int, seed: int) -> float:
-    """Share of fresh episodes in which a policy reaches the goal in time, executing its chunks whole."""
+    """Success rate of a policy that executes whole chunks, over new episodes with the time limit."""
     rng = np.random.default_rng(seed)
     position = reset(rng, episodes)
     success, over = np.zeros(episodes, bool), np.zeros(episodes, bool)

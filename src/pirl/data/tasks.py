@@ -1,4 +1,4 @@
-"""The tasks of a dataset by number, for algorithms that judge each task by itself."""
+"""The tasks of a dataset by number, for algorithms that treat each task separately."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from pirl.records import Array, EpisodeSource
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """Numbers of instructions, the same on every host and in every run on the same data."""
+    """Numbers of instructions, deterministic for a dataset on every host and in every run."""
 
     numbers: Mapping[str, int]
-    """By instruction."""
+    """Task number by instruction."""
     longest: Int[Array, "T"]
-    """Steps of each task's longest episode; behind them those of the longest of all, for tasks that are not here."""
+    """Steps of each task's longest episode; the last entry, the maximum over all tasks, is for unknown tasks."""
 
     @classmethod
     def of(cls, source: EpisodeSource | None) -> "Tasks":

@@ -1,9 +1,9 @@
 """Prompts to token ids, exactly as OpenPI formats them.
 
-π₀ reads the instruction and a newline; π₀.₅ can read the robot's state as numbers in the text as well. The first kind
-is tokenized once per task. The second changes with every sample: there the instruction, the numbers -1 ... 255 and
-the ending are tokenized once each and laid together. That is exact for a tokenizer that never merges a digit with a
-neighbour, which its vocabulary tells; with any other the whole text is encoded anew for every sample, and not cached.
+π₀ reads the instruction and a newline; π₀.₅ can also read the robot's state as numbers in the text. π₀'s prompt is
+tokenized once per task. π₀.₅'s changes with every sample: the instruction, the numbers -1 ... 255 and the ending are
+tokenized once each and concatenated. This is exact for tokenizers that never merge a digit with a neighbour, which is
+checked in the vocabulary; with others, every sample's whole text is encoded without caching.
 """
 
 import re
@@ -37,22 +37,22 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int:
-        """The id that begins a prompt."""
+        """The id of the token that begins a prompt."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Upper bound of ids (exclusive)."""
 
     @property
     def digits_stand_alone(self) -> bool:
-        """Is every digit of a number in a prompt one token, whatever stands beside it? False is always safe."""
+        """Whether every digit of a number in a prompt is its own token in any context. False is always safe."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte: needs no file, for models that are trained from nothing."""
+    """One token per UTF-8 byte. Needs no file; for models trained from scratch."""
 
     bos_id = 2
     vocab_size = 3 + 256
@@ -64,10 +64,10 @@ class ByteTokenizer:
 
 
 class WordTokenizer:
-    """One token per word: needs no file, for small models and short instructions.
+    """One token per word. Needs no file; for small models and short instructions.
 
-    A word's id is a hash of it, so that it never depends on which words came before. Two words may share one; among a
-    handful of instructions that is rare, and `encode` shows it.
+    A word's id is its hash, so ids do not depend on a vocabulary. Collisions are possible but rare among a handful of
+    instructions; compare `encode` of yours.
     """
 
     bos_id = 2
@@ -75,14 +75,14 @@ class WordTokenizer:
     digits_stand_alone = False
 
     def encode(self, text: str) -> list[int]:
-        """Words in lower case, punctuation and newlines; ids 0, 1 and 2 are as in `ByteTokenizer`."""
+        """Ids of lower-case words, punctuation and newlines; 0, 1 and 2 are reserved as in `ByteTokenizer`."""
         return [3 + crc32(word.encode()) % (self.vocab_size - 3) for word in _WORD.findall(text.lower())]
 
 
 class PaliGemmaTokenizer:
-    """The sentencepiece model of PaliGemma.
+    """PaliGemma's sentencepiece model.
 
-    Without a source it is taken from OpenPI's cache, or else downloaded into it, as OpenPI does on first use.
+    Without a source, reads OpenPI's cache, and downloads the model into it on first use, as OpenPI does.
     """
 
     def __init__(self, source: str | Path | None = None) -> None:
@@ -108,10 +108,10 @@ class PaliGemmaTokenizer:
 
     @cached_property
     def digits_stand_alone(self) -> bool:
-        """True where no piece could hold a digit of the state together with anything else.
+        """True if no piece can contain a digit of the state together with another character.
 
-        Such a piece would be cut from the text around the numbers: it is made of these characters only, or it reaches
-        over the whole word "State" into the instruction. The vocabulary thus proves it for every prompt at once.
+        Such a piece would have to consist of characters of the text around the numbers only, or reach back over the
+        whole word "State" into the instruction. So checking the vocabulary proves it for every prompt.
         """
         pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
         around = set(", State: -;\nAction: ▁0123456789")
@@ -126,7 +126,7 @@ class PaliGemmaTokenizer:
 
 
 def _read_model(source: str | Path | None) -> tuple[str, bytes]:
-    """The place the tokenizer was found at, and its bytes."""
+    """(location of the tokenizer, its bytes)."""
     cache = tokenizer_path()
     looked: list[str] = []
     for place in (str(cache), PALIGEMMA_URL) if source is None else (str(source),):
@@ -154,12 +154,12 @@ def _read_url(url: str) -> bytes:
 
 
 def clean_prompt(text: str) -> str:
-    """The instruction as OpenPI writes it into a prompt."""
+    """Clean an instruction as OpenPI does."""
     return text.strip().replace("_", " ").replace("\n", " ")
 
 
 def discretize_state(state: Float[Array, "*B S"]) -> Int[Array, "*B S"]:
-    """Normalised state to the whole numbers π₀.₅ reads: 0 ... 255 over [-1, 1], -1 below."""
+    """Normalised state to the integers π₀.₅ reads: 0 ... 255 over [-1, 1], -1 below, 255 above."""
     return np.digitize(state, STATE_BINS) - 1
 
 
@@ -171,10 +171,10 @@ def state_prompt(text: str, bins: Sequence[int]) -> str:
 def tokenize_prompt(
     tokenizer: Tokenizer, text: str, length: int, state: Float[Array, "S"] | None = None, *, whole: bool = False
 ) -> tuple[Int32[Array, "L"], Bool[Array, "L"]]:
-    """One prompt, padded with 0 to `length`, and the mask of what is not padding; `state` is the normalised state.
+    """One prompt's tokens, padded with 0 to `length`, and the mask of real ones; `state` is the normalised state.
 
-    Without a state this is π₀'s prompt, in which the newline is encoded by itself: it marks where the answer starts.
-    A prompt that is too long is cut off, or refused where it is to stay `whole`.
+    Without a state this is π₀'s prompt, whose newline is encoded separately: it marks where the answer starts. A prompt
+    that is too long is truncated with a warning; with `whole` it raises.
     """
     if state is None:
         ids = [tokenizer.bos_id, *tokenizer.encode(clean_prompt(text)), *tokenizer.encode("\n")]
@@ -188,7 +188,7 @@ def tokenize_prompt(
 
 
 def _cut(text: str, length: int, *, whole: bool) -> None:
-    """The text of this warning depends on the task alone, so Python's default filter shows it once per task."""
+    """Warn (or with `whole` raise) about a truncated prompt. Python shows the warning once per task."""
     problem = f"the prompt {text!r} has more than {length} tokens"
     if whole:
         raise DataError(
@@ -199,10 +199,10 @@ def _cut(text: str, length: int, *, whole: bool) -> None:
 
 
 class PromptEncoder:
-    """`tokenize_prompt` for batches: equal to it, and remembers what does not change from sample to sample."""
+    """`tokenize_prompt` for batches: same result, with caching of the parts that do not change between samples."""
 
     def __init__(self, tokenizer: Tokenizer, length: int, *, whole: bool = False) -> None:
-        """`whole` refuses prompts that are too long, where their end matters."""
+        """`whole` raises for prompts that are too long instead of truncating them."""
         self._tokenizer = tokenizer
         self._length = length
         self._whole = whole
@@ -212,7 +212,7 @@ class PromptEncoder:
     def __call__(
         self, texts: Sequence[str], state: Float[Array, "B S"] | None = None
     ) -> tuple[Int32[Array, "B L"], Bool[Array, "B L"]]:
-        """Tokens and masks of B prompts; `state` is the normalised state, for prompts that hold it."""
+        """Tokens and masks of B prompts; `state` is the normalised state, for prompts that include it."""
         if state is None:
             rows = [self._prompt(text) for text in texts]
         elif self._tokenizer.digits_stand_alone:
@@ -225,15 +225,15 @@ class PromptEncoder:
         return tokenize_prompt(self._tokenizer, text, self._length, state, whole=self._whole)
 
     def _encode_head(self, text: str, below: bool) -> Array:
-        """Everything before the first digit of the state; a minus sign may share a token with the space before it."""
+        """Tokens before the state's first digit, with its sign: a minus may share a token with the preceding space."""
         text = f"Task: {clean_prompt(text)}, State: {'-' if below else ''}0"
         return np.array([self._tokenizer.bos_id, *self._tokenizer.encode(text)[:-1]], np.int32)
 
     @cached_property
     def _numbers(self) -> tuple[Array, Array, Array]:
-        """Tokens of the digits of -1 ... 255, of the same numbers after another number, and of the ending; -1 fills.
+        """Tokens of the digits of -1 ... 255, of the same numbers after another number, and of the ending; -1 pads.
 
-        Each is encoded behind a "0" that is cut off again, because a text may begin differently from its middle.
+        Each is encoded after a "0" that is then removed, because tokens at the start of a text may differ.
         """
         encode = self._tokenizer.encode
         start = len(encode("0"))
@@ -242,7 +242,7 @@ class PromptEncoder:
         return _table(digits), _table(following), np.array(encode("0;\nAction: ")[start:], np.int32)
 
     def _assemble(self, texts: Sequence[str], bins: Int[Array, "B S"]) -> tuple[Array, Array]:
-        """Lay the known parts of every prompt side by side with holes, then close the holes."""
+        """Concatenate the cached parts of every prompt with padding between them, then remove the padding."""
         digits, following, ending = self._numbers
         heads = _table([self._head(text, below) for text, below in zip(texts, (bins[:, 0] < 0).tolist(), strict=True)])
         size = len(texts)
@@ -268,7 +268,7 @@ class PromptEncoder:
 
 
 def _table(rows: Sequence[Sequence[int] | Array]) -> Int32[Array, "N W"]:
-    """Rows of different lengths as one array, filled with -1."""
+    """Rows of different lengths as one array, padded with -1."""
     table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
     for row, out in zip(rows, table, strict=True):
         out[: len(row)] = row

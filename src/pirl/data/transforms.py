@@ -1,8 +1,8 @@
 """Robot space to model space and back: one transform for training batches and acting.
 
-The order is OpenPI's: the robot's units to the model's, actions relative to the current state, normalise, write the
-state into the prompt (π₀.₅), pad to the model's dimensions. Arithmetic is in float64, because OpenPI's statistics are
-and because a state near the border between two numbers of the prompt must fall on the same side; results are float32.
+The order is OpenPI's: convert the robot's units to the model's, make actions relative to the current state, normalise,
+write the state into the prompt (π₀.₅), pad to the model's dimensions. Computes in float64 like OpenPI, so that a state
+on the border between two of the prompt's bins gets the same token; returns float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,18 @@ from pirl.records import Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transform:
-    """Everything between a robot and a model; both directions."""
+    """The conversion between a robot and a model, in both directions."""
 
     robot: Robot
     """Keys, dimensions and units."""
     norm_stats: Mapping[str, NormStats] | None
-    """Statistics of "state" and "actions"; None leaves values as they are."""
+    """Statistics of "state" and "actions"; None: no normalisation."""
     tokenizer: Tokenizer | None
-    """Reads the instruction; None for policies that are not given one."""
+    """Tokenizer of the instruction; None for policies without a prompt."""
     action_dim: int = 32
     """The model's action dimension; shorter actions are padded with zeros."""
     state_dim: int | None = None
-    """The model's state dimension; None: the same as `action_dim`, as in π₀."""
+    """The model's state dimension. None: `action_dim`, as in π₀."""
     token_len: int = 48
     """Length of the tokenized prompt."""
     quantile: bool = False
@@ -44,11 +44,11 @@ class Transform:
     discrete_state: bool = False
     """Write the normalised state into the prompt (π₀.₅)."""
     image_size: tuple[int, int] = (224, 224)
-    """Height and width of the model's pictures."""
+    """Height and width of the model's images."""
     default_prompt: str | None = None
-    """Instruction where an observation has none; before the robot's own default."""
+    """Instruction for observations without one; overrides the robot's default."""
     suffixes: tuple[str, ...] = ()
-    """Texts that may follow the instruction: the first does whenever a policy acts, training reads all of them."""
+    """Texts that may follow the instruction: acting appends the first, training uses all of them."""
 
     def __post_init__(self) -> None:
         robot = self.robot
@@ -78,7 +78,7 @@ class Transform:
 
     @property
     def real_action_dim(self) -> int:
-        """Action dimensions that are not padding: what a critic is shown."""
+        """Action dimensions without padding, as the critic sees them."""
         return self.robot.action_dim
 
     @cached_property
@@ -90,7 +90,7 @@ class Transform:
     def low_dim(
         self, state: Float[Array, "B S"], actions: Float[Array, "B H A"] | None, prompts: Sequence[str]
     ) -> dict[str, Array]:
-        """Everything but pictures, for a batch in the robot's units: OpenPI's model-input entries."""
+        """OpenPI's model-input entries except images, from a batch in the robot's units."""
         robot = self.robot
         encoded = robot.encode_state(robot.check(state, STATE, robot.state_dim))
         normal = self._normalize(encoded, STATE)
@@ -112,14 +112,14 @@ class Transform:
         return {key: np.stack([low[key] for low in each], axis=1) for key in (TOKENIZED_PROMPT, TOKENIZED_PROMPT_MASK)}
 
     def acting_prompts(self, raws: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The prompt of each flat observation at inference, with the first suffix; none without a tokenizer."""
+        """The prompt of each flat observation for acting, with the first suffix; empty without a tokenizer."""
         if self.tokenizer is None:
             return []
         prompts = [self.robot.find_prompt(raw, self.default_prompt) for raw in raws]
         return [suffixed(prompt, self.suffixes[0]) for prompt in prompts] if self.suffixes else prompts
 
     def images(self, raw: Mapping[str, Any]) -> tuple[dict[str, UInt8[Array, "h w 3"]], dict[str, np.bool_]]:
-        """Pictures of one observation by camera slot, letterboxed to the model's size, and which of them are real."""
+        """One observation's images by camera slot, letterboxed to the model's size, and masks of the real ones."""
         if not self.robot.cameras:
             return {}, {}
         raw = flatten(raw)
@@ -138,7 +138,7 @@ class Transform:
         return self._sample(flatten(raw), with_actions=False)
 
     def train_sample(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for one training sample, with its chunk of actions."""
+        """Like `observation` for one training sample with its action chunk; no suffix is added to the prompt."""
         return self._sample(flatten(raw), with_actions=True)
 
     def _sample(self, raw: Mapping[str, Any], *, with_actions: bool) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Transform:
     def robot_actions(
         self, model_actions: Float[Array, "*B H M"], state: Float[Array, "*B S"]
     ) -> Float32[Array, "*B H A"]:
-        """The model's actions in the robot's units; `state` is the robot's state that the model was shown."""
+        """Convert the model's actions to the robot's units; `state` is the raw state the model was given."""
         robot = self.robot
         if model_actions.shape[-1] < robot.action_dim:
             raise DataError(
@@ -185,7 +185,7 @@ def _pad(x: Float[Array, "*B D"], dim: int) -> Float32[Array, "*B M"]:
 
 
 def parse_image(value: Any, key: str) -> UInt8[Array, "h w 3"]:
-    """A picture as bytes, channels last: channels may come first (LeRobot, ALOHA), and values as floats in [0, 1]."""
+    """An image as uint8, channels last. Accepts channels first (LeRobot, ALOHA) and floats in [0, 1]."""
     image = np.asarray(value)
     if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]):
         raise DataError(

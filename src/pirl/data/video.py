@@ -1,7 +1,7 @@
 """Images of an episode: decoded in one sequential pass and resized to the model's size, without the letterbox.
 
-Frames are counted, never matched by time: float timestamps drift in long files, frame numbers do not. A video or a
-parquet file that does not hold exactly the frames the metadata promises is an error, not a picture of another moment.
+Frames are counted, never matched by time: float timestamps drift in long files, frame numbers do not. If a video or
+parquet file does not hold exactly the promised frames, this raises instead of returning images of other moments.
 """
 
 import io
@@ -27,14 +27,14 @@ from pirl.data.schema import INFO_FILE, inside
 from pirl.errors import DataError
 
 Resize = Literal["fast", "exact"]
-"""`exact` is OpenPI's own PIL bilinear. `fast` is swscale's bilinear on full-resolution planes, which is half the cost;
-scaling the subsampled planes directly would be cheaper still, but off by several grey levels."""
+"""`exact`: OpenPI's PIL bilinear. `fast`: swscale's bilinear on full-resolution planes, at half the cost; scaling the
+subsampled planes directly would be cheaper still, but off by several grey levels."""
 
-# PyAV 17 gave every scaler a thread per core. Episodes are what runs in parallel here.
+# PyAV 17 gives every scaler a thread per core. Here episodes run in parallel instead.
 _ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 _PNG = b"\x89PNG\r\n\x1a\n"
-_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # converted to RGB without losing what the picture shows
-_BACK_OFF = 250  # frames; far longer than a group of pictures of any LeRobot encoder
+_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # convertible to RGB without losing content
+_BACK_OFF = 250  # frames; far more than a group of pictures of any LeRobot encoder
 
 
 def frame_size(meta: DatasetMeta, camera: str, size: int | None, *, letterbox: bool = False) -> tuple[int, int]:
@@ -54,10 +54,10 @@ def read_frames(
     method: Resize = "fast",
     letterbox: bool = False,
 ) -> UInt8[np.ndarray, "T h w 3"]:
-    """All frames of one camera of one episode, fitted into a square of `size`, or untouched if None.
+    """All frames of one camera of one episode, resized to fit a square of `size` (None: original size).
 
-    The black borders are added on the device; with `letterbox` they are stored, for cameras of different proportions
-    that share a batch. Pictures stored as PNG are always resized by the exact method: reading them costs more.
+    The device adds the black borders; `letterbox` stores them instead, for cameras of different aspect ratios that
+    share a batch. PNG images always use the exact method, since decoding them dominates the cost.
     """
     feature = meta.camera(camera)
     content = frame_size(meta, camera, size)
@@ -76,7 +76,7 @@ def read_frames(
 def _converter(
     source: tuple[int, int], target: tuple[int, int], method: Resize
 ) -> Callable[[av.VideoFrame], np.ndarray]:
-    """Decoded frame to RGB at the target size. Scalers are set up once per episode, not once per frame."""
+    """A function from decoded frames to RGB at the target size, with scalers set up once per episode."""
     full, small = VideoReformatter(), VideoReformatter()
 
     def rgb(frame: av.VideoFrame) -> np.ndarray:
@@ -93,14 +93,14 @@ def _converter(
 
 
 def _video_frames(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[av.VideoFrame]:
-    """The episode's frames in order: one seek, then straight on."""
+    """The episode's frames in order: one seek, then sequential decoding. Raises for missing or extra frames."""
     span = episode.cameras[camera]
     where = f"{span.path}: episode {episode.index}"
     number, end = span.first, span.first + episode.length
     try:
         with journal.opened(meta.root, span.path, lambda path: av.open(str(path))) as container:
             stream = container.streams.video[0]
-            if getattr(stream, "codec_context", None) is None:  # PyAV knows the track, but not what is in it
+            if getattr(stream, "codec_context", None) is None:  # PyAV does not know the track's codec
                 raise ValueError("its codec is not known")
             stream.codec_context.thread_count = 1
             if meta.version != "v3.0" and stream.frames > episode.length:
@@ -135,8 +135,8 @@ def _frames_from(
 ) -> Iterator[tuple[int, av.VideoFrame]]:
     """Frames from number `first` on, with their numbers.
 
-    A seek goes by decoding order, so in a video with open groups of pictures it can end just behind the frame wanted;
-    then it is tried again from further back, and at last from the beginning of the file.
+    Seeking follows decoding order, so with open groups of pictures it can land just after the wanted frame. Then retry
+    from further back, and finally from the beginning of the file.
     """
     base = stream.time_base
     rate = Fraction(base.numerator, base.denominator) * Fraction(fps) if base else Fraction(0)
@@ -150,12 +150,12 @@ def _frames_from(
 
 
 def stored_pictures(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> list[bytes]:
-    """The episode's pictures of an image feature, as they are stored (PNG)."""
+    """The episode's encoded images (PNG) of an image feature."""
     return [_stored(meta, cell) for cell in _cells(meta, episode, camera)]
 
 
 def _stored(meta: DatasetMeta, cell: Mapping[str, Any]) -> bytes:
-    """The bytes of a cell, or of the file it names."""
+    """The bytes in a cell, or of the file it references."""
     if cell["bytes"] is not None:
         return bytes(cell["bytes"])
     if not inside(cell["path"]):
@@ -164,7 +164,7 @@ def _stored(meta: DatasetMeta, cell: Mapping[str, Any]) -> bytes:
 
 
 def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np.ndarray]:
-    """The episode's pictures from the parquet file's `struct<bytes, path>` column."""
+    """The episode's images from the parquet file's `struct<bytes, path>` column."""
     where = f"{episode.data.path}: episode {episode.index}"
     number = 0
     try:
@@ -172,7 +172,7 @@ def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np
             stored = _stored(meta, cell)
             _check_png(stored)
             with Image.open(io.BytesIO(stored)) as picture:
-                _check_size(picture.height, picture.width, meta, camera, where)  # before that much is decoded
+                _check_size(picture.height, picture.width, meta, camera, where)  # before decoding a huge image
                 if picture.mode not in _MODES:
                     raise ValueError(f"it is {picture.mode}, expected 8-bit colours")
                 image = np.asarray(picture.convert("RGB"))
@@ -186,7 +186,7 @@ def _images(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[np
 
 
 def _check_png(content: bytes) -> None:
-    """The checksums of a PNG file's chunks, which Pillow does not look at while it decodes."""
+    """Verify the checksums of a PNG file's chunks, which Pillow does not when decoding."""
     place = len(_PNG)
     while content.startswith(_PNG) and place < len(content):
         end = place + 12 + int.from_bytes(content[place : place + 4], "big")
@@ -196,7 +196,7 @@ def _check_png(content: bytes) -> None:
 
 
 def _cells(meta: DatasetMeta, episode: EpisodeMeta, camera: str) -> Iterator[Mapping[str, Any]]:
-    """The rows of one image column, touching only the row groups the episode lies in."""
+    """The episode's rows of one image column; reads only the row groups that contain them."""
     with journal.opened(meta.root, episode.data.path, open_parquet) as file:
         group_start = 0
         for group in range(file.num_row_groups):

@@ -1,8 +1,8 @@
 """Detects swapped columns and cameras by comparing a dataset with its own statistics.
 
-LeRobot stores minimum, maximum and mean of every feature of every episode when it is recorded. What was changed since,
-or belongs to another feature, no longer fits. Columns or cameras that have evidently changed places are refused; other
-differences are warnings, because statistics may be out of date as well. Without statistics nothing is checked.
+LeRobot records minimum, maximum and mean of every feature of every episode. Data that changed since, or that belongs to
+another feature, does not match them. Evidently swapped columns or cameras raise; other differences only warn, because
+the statistics may be out of date. Without statistics nothing is checked.
 """
 
 import warnings
@@ -19,14 +19,14 @@ from pirl.data.reading import column_names, read_json, read_table
 from pirl.errors import DataError, PirlWarning, listing
 
 _NAMES = ("min", "max", "mean")
-_CLOSE = np.array([[1e-5], [1e-5], [2e-4]])  # of a column's range; means depend on the way of adding up
-_SWAPPED = 0.03  # of a picture's mean, between black and white; cameras that differ less look alike
-_THIN = 4  # every so many pixels are enough for a mean
+_CLOSE = np.array([[1e-5], [1e-5], [2e-4]])  # tolerance relative to a column's range; means vary with summation order
+_SWAPPED = 0.03  # difference of mean colours in [0, 1] below which cameras look alike
+_THIN = 4  # pixel stride, enough for a mean
 
 Bounds = Float[np.ndarray, "3 _"]
 """Minimum, maximum and mean of each entry."""
 Recorded = Mapping[int, Mapping[str, Bounds]]
-"""By episode and feature."""
+"""Recorded bounds by episode and feature."""
 
 
 def recorded(meta: DatasetMeta, keys: Collection[str]) -> Recorded:
@@ -73,7 +73,7 @@ def _bounds(values: Sequence[Any]) -> Bounds | None:
 
 
 def check_columns(meta: DatasetMeta, columns: Mapping[str, Shaped[np.ndarray, "N ..."]], keys: Collection[str]) -> None:
-    """Refuse columns that hold one another's numbers; warn of those that hold others than were recorded."""
+    """Raise for swapped columns; warn about columns that differ from their recorded statistics."""
     known = {key for key, feature in meta.features.items() if feature.is_number and len(feature.shape) <= 1}
     said, wrong = recorded(meta, sorted(known)), dict[str, list[str]]()
     for key in (key for key in keys if key in known):
@@ -83,7 +83,7 @@ def check_columns(meta: DatasetMeta, columns: Mapping[str, Shaped[np.ndarray, "N
             found = _of_rows(rows)
             if key not in bounds or _fits(found, bounds[key]):
                 continue
-            telling = len(np.unique(rows)) > 2  # flags of one episode are often those of another column
+            telling = len(np.unique(rows)) > 2  # flag columns often agree by chance
             others = [other for other in bounds if other != key and _fits(found, bounds[other])] if telling else []
             if others and not _fits(bounds[key], bounds[others[0]]):
                 raise DataError(
@@ -127,7 +127,7 @@ def _difference(found: Bounds, said: Bounds, episode: int) -> str:
 def check_pictures(
     episode: EpisodeMeta, camera: str, frames: UInt8[np.ndarray, "T h w 3"], said: Recorded, *, content: float
 ) -> None:
-    """Refuse the pictures of a camera that are evidently another's. `content` is their share of the stored area."""
+    """Raise if a camera's images are evidently another's. `content`: share of the area that is not letterbox."""
     bounds = said.get(episode.index, {})
     if camera not in bounds:
         return

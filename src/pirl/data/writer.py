@@ -5,9 +5,9 @@
             writer.add_frame({"observation.state": state, "action": action, "observation.images.cam_high": picture})
         writer.save_episode(task="transfer the red cube")
 
-Pictures go to the video encoder as they come, so an episode never lies in memory uncompressed; image features (PNG
-inside the parquet) are held compressed. An episode is part of the dataset once `save_episode` returns, and until then
-nothing of it can be seen.
+Images are encoded as they arrive, so an episode is never in memory uncompressed; image features (PNG inside the
+parquet) are held compressed. Saving is atomic: readers see an episode once `save_episode` returns and nothing of it
+before.
 """
 
 import json
@@ -59,11 +59,11 @@ class LeRobotWriter:
         data_files_size_in_mb: float = 100,
         video_files_size_in_mb: float = 200,
     ) -> None:
-        """Opens `root` for writing; nothing is created in it but a hidden folder until the first episode is saved.
+        """Open `root` for writing; creates only a hidden folder in it until the first episode is saved.
 
         `features` is LeRobot's dictionary, {key: {"dtype", "shape", "names"}}; the standard columns are added to it.
-        `codec` is "av1", "h264" or a VideoEncoding. `existing` says what to do with a dataset that is there already: it
-        is continued if it agrees with the arguments, and keeps the file sizes it was created with.
+        `codec` is "av1", "h264" or a VideoEncoding. `existing`: append to an existing dataset (which must agree with
+        the arguments and keeps its own file sizes), refuse it, or overwrite it.
         """
         if fps <= 0:
             raise DataError(f"fps is {fps}", hint="give the whole number of frames a second that was recorded")
@@ -101,18 +101,18 @@ class LeRobotWriter:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes in the dataset, with those it had before."""
+        """Number of saved episodes, including those from before."""
         return int(self._meta.info["total_episodes"])
 
     @property
     def num_frames(self) -> int:
-        """Frames in the dataset; those of the unsaved episode are not counted."""
+        """Number of saved frames."""
         return int(self._meta.info["total_frames"])
 
     def add_frame(self, frame: Mapping[str, Any]) -> None:
-        """Adds a frame to the current episode: one value for each feature, pictures as uint8 (height, width, 3).
+        """Add a frame to the current episode: one value per feature, images as uint8 (height, width, 3).
 
-        A frame that is refused leaves the episode as it was.
+        An invalid frame raises and leaves the episode unchanged; an error while encoding discards the episode.
         """
         where = f"{self.root}, episode {self._next_index}, frame {self._length}"
         values = check_frame(self._columns, frame, where=where)
@@ -122,16 +122,16 @@ class LeRobotWriter:
                     self._open_videos()
                 for column in self._columns:
                     self._add_value(column, values[column.key])
-        except BaseException:  # some columns have the frame and some have not
+        except BaseException:  # some columns already have the frame
             self.discard_episode()
             raise
         self._length += 1
 
     def add_episode(self, columns: Mapping[str, Any], *, task: str, save: bool = True) -> int:
-        """Saves a whole episode, given as one array (or sequence) with a row per frame for each feature.
+        """Save a whole episode, given as one array (or sequence) per feature with a row per frame; returns its index.
 
-        Without `save` it is encoded, and waits for the next `save`. Many short episodes are saved much faster together:
-        the files they share with those before are copied once.
+        With save=False it is encoded and waits for the next `save`. Saving many short episodes together is much faster:
+        the files they extend are copied once.
         """
         if self._length:
             raise DataError(f"{self.root}: {self._length} frames are not saved", hint="save or discard them first")
@@ -147,13 +147,13 @@ class LeRobotWriter:
             raise
 
     def save_episode(self, *, task: str) -> int:
-        """Makes the frames added so far an episode of the dataset and returns its index."""
+        """Save the frames added so far as an episode; returns its index."""
         index = self._finish(task)
         self.save()
         return index
 
     def save(self) -> None:
-        """Makes the episodes that wait part of the dataset, all or none of them."""
+        """Save all waiting episodes, atomically."""
         if self._length:
             raise DataError(f"{self.root}: {self._length} frames belong to no episode", hint="save or discard them")
         try:
@@ -164,19 +164,19 @@ class LeRobotWriter:
                     self._meta = after
                     recover(self.root)
         finally:
-            shutil.rmtree(staging(self.root), ignore_errors=True)  # of a save that failed
+            shutil.rmtree(staging(self.root), ignore_errors=True)  # left by a failed save
             self._reset()
 
     def discard_episode(self) -> None:
-        """Forgets the frames added since the last episode."""
+        """Discard the frames added since the last episode."""
         for video in self._videos.values():
-            with suppress(Exception):  # flushing keeps the encoder from complaining; the file is deleted anyway
+            with suppress(Exception):  # flush to avoid the encoder's warnings; the file is deleted anyway
                 video.close()
         shutil.rmtree(self._episode_folder, ignore_errors=True)
         self._start()
 
     def close(self) -> None:
-        """Ends the session; what was not saved is discarded."""
+        """Release the dataset; discards unsaved frames and episodes."""
         self.discard_episode()
         self._reset()
         self._release()
@@ -215,7 +215,7 @@ class LeRobotWriter:
         if column.dtype == "video":
             self._videos[column.key].write(value)
         else:
-            # The frame is copied: the caller may fill its buffer anew while a thread encodes.
+            # Copy the frame: the caller may reuse its buffer while a thread encodes.
             self._values[column.key].append(
                 self._encoders.submit(encode_png, np.array(value)) if column.is_picture else value
             )
@@ -229,7 +229,7 @@ class LeRobotWriter:
         return self.root / STAGE / "episode" / str(self._next_index)
 
     def _finish(self, task: str) -> int:
-        """The frames added so far become an episode that waits to be saved; its index."""
+        """Turn the frames added so far into a waiting episode; returns its index."""
         index = self._next_index
         if not self._length:
             raise DataError(f"{self.root}: episode {index} has no frames", hint="call add_frame first")
@@ -283,7 +283,7 @@ class LeRobotWriter:
         return self._episode_folder / f"{key}.mp4"
 
     def _reset(self) -> None:
-        """No episode waits any more."""
+        """Drop all waiting episodes and unsaved frames."""
         shutil.rmtree(self.root / STAGE / "episode", ignore_errors=True)
         self._waiting: list[FinishedEpisode] = []
         self._waiting_frames = 0
@@ -291,7 +291,7 @@ class LeRobotWriter:
         self._start()
 
     def _start(self) -> None:
-        """No frame belongs to the next episode yet."""
+        """Start an empty episode."""
         self._length = 0
         self._values: dict[str, list[Any]] = {c.key: [] for c in self._columns if c.dtype != "video"}
         self._histograms: dict[str, list[np.ndarray]] = {c.key: [] for c in self._columns if c.is_picture}
@@ -303,13 +303,13 @@ class LeRobotWriter:
 
 
 def _normal_form(features: Mapping[str, Any]) -> dict[str, Any]:
-    """As info.json will hold them: lists for tuples, names always there, no description of some other video."""
+    """Features as stored in info.json: lists instead of tuples, `names` always present, no info of other videos."""
     plain = {key: {"dtype": f["dtype"], "shape": f["shape"], "names": f.get("names")} for key, f in features.items()}
     return dict(json.loads(json.dumps(plain)))
 
 
 def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:
-    """The dataset's metadata, new or read, after what an interrupted writer left behind was finished or removed."""
+    """The dataset's metadata, new or read, after completing or removing what an interrupted writer left behind."""
     recover(root)
     shutil.rmtree(root / STAGE / "episode", ignore_errors=True)
     found = [name for name in ("meta", "data", "videos") if (root / name).exists()]
@@ -321,7 +321,7 @@ def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:
         raise DataError(f"{root} already holds a dataset", hint="choose another folder, or append or overwrite it")
     if found and existing == "overwrite":
         _check_ours(root, found)
-        for name in found:  # meta first: from then on it is no dataset any more
+        for name in found:  # meta first: an interrupted deletion leaves no half dataset
             shutil.rmtree(root / name)
     if not found or existing == "overwrite":
         return Metadata(info=wanted, tasks={}, stats={}, episodes=None)
@@ -335,7 +335,7 @@ def _open(root: Path, wanted: dict[str, Any], existing: str) -> Metadata:
 
 
 def _check_ours(root: Path, folders: list[str]) -> None:
-    """Only a dataset that pirl created, and that nothing else was put into, is removed."""
+    """Raise unless pirl created the dataset and it holds only dataset files."""
     files = [path for name in folders for path in sorted((root / name).rglob("*")) if path.is_file()]
     other = [str(path.relative_to(root)) for path in files if path.suffix not in _DATASET_FILES]
     if other or not (root / CREATED_FILE).is_file():

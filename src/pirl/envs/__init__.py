@@ -1,7 +1,7 @@
 """Environments: robots in simulation. No jax here, so that a worker process starts fast and stays small.
 
-What users of environments of their own need is offered here, and loaded only when it is asked for: configurations are
-read by processes that never step a simulator.
+Exports what you need to write your own environment. Names load lazily, because processes that never step a simulator
+read configurations, too.
 """
 
 from importlib import import_module

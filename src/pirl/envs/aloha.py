@@ -1,7 +1,7 @@
 """gym-aloha: two ViperX arms hand over a cube, or put a peg into a socket (extra `aloha`).
 
-The physics, the tasks and their stages are gym-aloha's. Its own environment is not used: it renders three cameras of
-480x640 at every step, which takes a hundred times as long as the physics.
+Physics, tasks and stages are gym-aloha's. Its environment is not used, because it renders three cameras of 480x640 at
+every step, which takes a hundred times as long as the physics.
 """
 
 from typing import Any
@@ -18,34 +18,34 @@ from pirl.names import PROMPT, STATE
 from pirl.records import Array, Context
 
 PROMPTS = {"transfer": "Transfer cube", "insertion": "Insert the peg"}
-"""The instruction of each task; that of `transfer` is the one OpenPI's checkpoint was trained with."""
+"""The instruction of each task; OpenPI's checkpoint was trained with that of `transfer`."""
 FULL_STATE = {"transfer": "aloha_sim_full", "insertion": "aloha_sim_full_insertion"}
-"""The robot of each task whose state holds the objects."""
+"""The robot of each task with `full_state`."""
 PICTURE_KEYS = {
     "top": "cam_high",
     "front_close": "cam_low",
     "left_wrist": "cam_left_wrist",
     "right_wrist": "cam_right_wrist",
 }
-"""OpenPI's names of the cameras; the others keep theirs, as `cam_angle`."""
+"""OpenPI's names of the cameras; others keep gym-aloha's, such as `cam_angle`."""
 
 _SUCCESS = 4
-"""The last of gym-aloha's stages: the left finger touches the lifted cube; the peg touches the pin in the socket."""
+"""gym-aloha's last stage: the left finger touches the lifted cube; the peg touches the pin in the socket."""
 
 
 class AlohaEnv(RobotEnv):
     """Actions are absolute joint targets: six joints and a gripper (0 closed, 1 open), left arm first.
 
-    The reward is 1 for success and 0 before; the episode terminates with it, and as a failure where the arms are driven
-    so hard that the physics diverges. An action is executed as it is: good ones leave the range of -1 to 1 that
-    gym-aloha declares (an elbow starts at 1.16), so clipping to it would break them.
+    The reward is 1 for success, which terminates the episode, and 0 before. If actions make the physics diverge, the
+    episode terminates as a failure. Actions are not clipped: good ones leave gym-aloha's declared range of -1 to 1 (an
+    elbow starts at 1.16).
     """
 
     fps = 50
     action_dim = 14
 
     def __init__(self, config: AlohaConfig) -> None:
-        """Load the scene; nothing is rendered yet."""
+        """Load the scene; the renderer starts with the first image."""
         modules = ("gym_aloha.tasks.sim", "gym_aloha.constants", "gym_aloha.utils", "dm_control.mujoco")
         self._sim, constants, sampling, dm_mujoco, control = (
             load(module, extra="aloha", why="the ALOHA simulator") for module in (*modules, "dm_control.rl.control")
@@ -73,12 +73,12 @@ class AlohaEnv(RobotEnv):
 
     @property
     def objects(self) -> Float[Array, "k 7"]:
-        """Position and quaternion of the cube, or of peg and socket. The policy sees them with `full_state` only."""
+        """Position and quaternion of the cube, or of peg and socket. Observed only with `full_state`."""
         return self._physics.data.qpos[16:].reshape(-1, 7).copy()
 
     def begin(self, context: Context) -> None:
         """Start an episode; the context's `init` is gym-aloha's seed."""
-        # gym-aloha passes the objects' place in a global, shared by all its environments: set it for every start.
+        # gym-aloha passes the objects' poses in a global that all environments share: set it at every start.
         self._sim.BOX_POSE[0] = self._sample(context.init % 2**32)
         self._task.initialize_episode(self._physics)
         self._steps = 0
@@ -92,7 +92,7 @@ class AlohaEnv(RobotEnv):
         self._steps += 1
         try:
             self._physics.step(self._substeps)
-        except self._diverged:  # by what the policy does, so it has failed; what it last saw is seen again
+        except self._diverged:  # caused by the policy's actions: a failure, observed in the last valid state
             with self._physics.reset_context():
                 self._physics.set_state(before)
             return Outcome(0.0, True, False, False)
@@ -102,7 +102,7 @@ class AlohaEnv(RobotEnv):
         return Outcome(reward, success, self._steps >= self.max_steps and not success, success)
 
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
-        """Joints and grippers, in the units of actions, and the pictures of the chosen cameras, or the objects."""
+        """Joints and grippers in the units of actions, and images or (with `full_state`) the objects."""
         full = self.config.full_state
         state = np.concatenate([self._task.get_qpos(self._physics), *(self.objects if full else ())])
         seen: dict[str, Any] = {STATE: state.astype(np.float32), PROMPT: self.tasks[0]}
@@ -124,7 +124,7 @@ class AlohaEnv(RobotEnv):
 
 
 def picture_key(camera: str) -> str:
-    """Under which key an observation holds a camera's picture."""
+    """The observation key of a camera's image."""
     return f"images/{PICTURE_KEYS.get(camera, f'cam_{camera}')}"
 
 

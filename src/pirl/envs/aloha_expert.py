@@ -1,7 +1,7 @@
-"""Scripted experts for both ALOHA tasks: points that the grippers pass through, followed by inverse kinematics.
+"""Scripted experts for both ALOHA tasks: gripper waypoints followed by inverse kinematics.
 
-They know where the objects are, which the policy does not. The dials make them worse on purpose: demonstrations that
-differ, and room for reinforcement learning to improve.
+They know the objects' poses, which the policy does not. Dials make them worse on purpose, for diverse demonstrations
+and room for reinforcement learning to improve.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,10 @@ class AlohaDials(Checked):
 
 
 class AlohaExpert:
-    """Plans a whole episode at its start, then reads the plan out."""
+    """Plans a whole episode at its start, then replays the plan."""
 
     def __init__(self, env: AlohaEnv, dials: AlohaDials | None = None, *, seed: int = 0) -> None:
-        """`seed` decides the noise, together with the episode."""
+        """`seed` and the episode determine the noise."""
         self._env, self._dials, self._seed = env, dials or AlohaDials(), seed
         if self._dials.retry and env.config.task != "transfer":
             raise ConfigError(f"retry is {self._dials.retry} in {env.config.task}", hint="only the transfer knows it")
@@ -61,13 +61,13 @@ class AlohaExpert:
         self._plan: Float[Array, "T 14"] = np.zeros((0, 14))
 
     def plan(self, context: Context, number: int = 0) -> None:
-        """Plan from the environment's state, in which `context` has just begun; `number` varies the noise."""
+        """Plan from the environment's state just after `context` began; `number` varies the noise."""
         dials, rng = self._dials, np.random.default_rng([self._seed, number, context.init])
         joints = self._env.observe(pictures=False)["state"].astype(np.float64)
         starts = (joints[:6], joints[7:13])
         places = self._env.objects[:, :3]
         places[:, :2] += rng.normal(0, dials.grasp_error, (len(places), 2))
-        choices = np.random.default_rng([self._seed, number, context.init, 1])  # leaves the noise as it is
+        choices = np.random.default_rng([self._seed, number, context.init, 1])  # separate: does not shift the noise
         choice, opening = choices.random(2)
         angle = choices.uniform(0, 2 * np.pi)
         beside = _BESIDE * np.array([np.cos(angle), np.sin(angle), 0.0])
@@ -90,7 +90,7 @@ class AlohaExpert:
             self._plan[times >= _LET_GO[self._env.config.task] + retries * _ATTEMPT, 13] = 1.0
 
     def action(self, step: int) -> Float[Array, "14"]:
-        """The plan's action at a step; its last one from its end on."""
+        """The plan's action at a step; the last action after its end."""
         return self._plan[min(step, len(self._plan) - 1)]
 
 
@@ -102,7 +102,7 @@ def demonstrate(
     seed: int = 0,
     pictures: bool = True,
 ) -> list[Rollout]:
-    """One episode from each context, successful or not; with the pictures of every step, or none."""
+    """Record one episode from each context, successful or not, with images of every step or none."""
     env = AlohaEnv(config)
     expert = AlohaExpert(env, dials, seed=seed)
 
@@ -127,12 +127,12 @@ class _Pose(NamedTuple):
     turn: Rotation
 
     def shifted(self, x: float = 0.0, z: float = 0.0) -> "_Pose":
-        """Turned alike, somewhere else."""
+        """The pose moved by (x, 0, z)."""
         return _Pose(self.place + np.array([x, 0.0, z]), self.turn)
 
 
 class _Point(NamedTuple):
-    """A pose to be at, at a step of the script, and how far the gripper is open then."""
+    """A waypoint: pose and gripper opening at a step of the script."""
 
     step: float
     pose: _Pose
@@ -142,17 +142,17 @@ class _Point(NamedTuple):
 _Way = list[_Point]
 
 _DOWN = 60.0
-"""Degrees by which a gripper points down when it grasps from the table."""
+"""Downward pitch of a gripper that grasps from the table, in degrees."""
 _BESIDE = 0.05
-"""Metres by which an arm that misses reaches beside its object; the cube is 4 cm wide."""
+"""Distance from its object at which a missing arm grasps, in metres; the cube is 4 cm wide."""
 _LET_GO = {"transfer": 150, "insertion": 175}
 """Steps of the scripts at which the right arm has lifted its object and has not met the left one yet."""
 _ATTEMPT = 80.0
-"""Steps of the script that an attempt at the wrong place takes, until the gripper is open above it again."""
+"""Duration of an attempt at the wrong place in steps of the script, until the gripper is open above it again."""
 _FOREARM_COST = 1e-3
-"""Weight of the forearm's squared angle beside the squared errors of the gripper: place in metres, turn in radians."""
+"""Weight of the forearm's squared angle relative to the gripper's squared errors (metres and radians)."""
 _CUBE_HEIGHT, _PEG_HEIGHT, _SOCKET_HEIGHT = 0.02, 0.01, 0.022
-"""Metres above the table at which the objects' centres come to rest; an episode starts with them in the air."""
+"""Heights of the resting objects' centres above the table, in metres; episodes start with the objects in the air."""
 
 
 def _transfer(home: list[_Pose], places: Float[Array, "1 3"], noise: Float[Array, "3"]) -> tuple[_Way, _Way]:
@@ -204,7 +204,7 @@ def _second_attempt(ways: tuple[_Way, _Way], home: _Pose, places: Float[Array, "
 
 
 def _insertion(home: list[_Pose], places: Float[Array, "2 3"], noise: Float[Array, "3"]) -> tuple[_Way, _Way]:
-    """Both arms lift what lies before them to the middle and push it together."""
+    """Both arms lift their objects to the middle and push them together."""
     middle = np.array([0.0, 0.5, 0.145]) + noise
     down = Rotation.from_euler("y", _DOWN, degrees=True)
 
@@ -230,7 +230,7 @@ def _insertion(home: list[_Pose], places: Float[Array, "2 3"], noise: Float[Arra
 
 
 def _interpolate(way: _Way, time: float) -> tuple[_Pose, float]:
-    """Where a way is at a time: straight between points, turning at an even pace, at rest after the last."""
+    """Pose and gripper at a time: linear between waypoints (rotations at constant rate), constant after the last."""
     for before, after in pairwise(way):
         if time <= after.step:
             share = (time - before.step) / (after.step - before.step)
@@ -243,10 +243,10 @@ def _interpolate(way: _Way, time: float) -> tuple[_Pose, float]:
 
 
 class _Arm:
-    """One arm's kinematics, on a copy of the simulator's data so that planning moves nothing."""
+    """One arm's kinematics, on its own MjData so that planning does not move the simulation."""
 
     _FINGERTIPS = np.array([0.135, 0.0, 0.0])
-    """From the gripper's link to between its fingertips."""
+    """Offset from the gripper's link to the point between its fingertips."""
 
     def __init__(self, model: Any, side: str) -> None:
         import mujoco
@@ -266,10 +266,10 @@ class _Arm:
         return _Pose(self._data.xpos[self._body] + matrix @ self._FINGERTIPS, Rotation.from_matrix(matrix))
 
     def towards(self, joints: Float[Array, "6"], goal: _Pose, *, iterations: int = 3) -> Float[Array, "6"]:
-        """Joints nearer to a pose: damped least squares, so that a pose out of reach does not throw the arm about.
+        """Joints closer to a pose, by damped least squares, which stay stable for poses out of reach.
 
-        Turning the forearm costs something. Otherwise a wrist that passes its singular, straight pose turns by half a
-        circle to either side, as chance has it, and its joints are too far apart for a policy to imitate both.
+        Turning the forearm has a cost. Without it, a wrist that passes its singular straight pose flips by half a turn
+        to a random side, and a policy cannot imitate both.
         """
         rest = _FOREARM_COST * np.diag([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
         for _ in range(iterations):
@@ -282,7 +282,7 @@ class _Arm:
         return joints
 
     def follow(self, joints: Float[Array, "6"], way: _Way, times: Float[Array, "T"]) -> Float[Array, "T 7"]:
-        """Joint targets and gripper along a way."""
+        """Joint targets and gripper at `times` along the waypoints."""
         rows = []
         for time in times:
             goal, gripper = _interpolate(way, time)

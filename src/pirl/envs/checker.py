@@ -3,8 +3,8 @@
     report = check(MyEnv())                          # the contract alone
     report = check(MyEnv(), Expected(...))           # and what a robot's policy reads; see `rollout.check.check_env`
 
-The first fault is raised, naming the key, what it is and what it should be. What is only strange is
-noted in the report.
+The first fault raises an error that names the key, its value and the expected one. Suspicious findings go into the
+report.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from pirl.records import Array, Context
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a policy's robot reads from an observation; keys have "/" between the levels of nested ones."""
+    """The parts of an observation that a policy's robot reads; "/" separates the levels of nested keys."""
 
     robot: str
-    """Its name, for messages."""
+    """The robot's name, for messages."""
     state_keys: tuple[tuple[str, ...], ...]
     """Possible keys of the state, best first; the values of one entry's keys are joined."""
     state_dim: int
@@ -35,9 +35,9 @@ class Expected:
     action_dim: int
     """Size of an action."""
     cameras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Camera slot -> the keys its picture may have, best first."""
+    """Camera slot -> candidate image keys in order of preference."""
     optional_cameras: tuple[str, ...] = ()
-    """Slots that may stay without a picture."""
+    """Slots whose image may be missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,11 @@ class Report:
     """Findings; `str` gives them in words."""
 
     tasks: int
-    """How many tasks it has."""
+    """Number of tasks."""
     observation: Mapping[str, str]
     """Type and shape of each key of an observation."""
     steps: int
-    """Actions that were executed."""
+    """Number of executed actions."""
     notes: tuple[str, ...]
     """Things that are allowed but probably not intended."""
 
@@ -60,9 +60,9 @@ class Report:
 
 
 def check(env: gymnasium.Env, expected: Expected | None = None, *, steps: int = 20) -> Report:
-    """Step an environment for real; an `EnvError` says what is wrong with it, a report what it is like.
+    """Step an environment for a few episodes of up to `steps` actions; raises `EnvError` at the first fault.
 
-    `steps` actions are taken in each of a few episodes; one with a shorter time limit is also seen to end.
+    Only environments with a time limit of at most `steps` are checked to truncate.
     """
     if not isinstance(env, RobotEnv):
         raise EnvError(
@@ -87,7 +87,7 @@ def check(env: gymnasium.Env, expected: Expected | None = None, *, steps: int = 
         f"differs between two episodes of the same context {context}",
         "`begin` must set everything that the context decides, whatever happened before",
     )
-    replayed, _ = _play(env, actions[::-1])  # any action must do, not only those a demonstration would take
+    replayed, _ = _play(env, actions[::-1])  # any actions must work, not only plausible ones
     for other in _other_contexts(env):
         seen = _start(env, other)
         _check_observation(seen, expected)
@@ -150,7 +150,7 @@ def _other_contexts(env: RobotEnv) -> list[Context]:
 
 
 def _check_observation(observation: object, expected: Expected | None) -> None:
-    """Every entry can be used, and those a robot needs are there."""
+    """Raise unless every entry is valid and those a robot needs are present."""
     if not isinstance(observation, Mapping):
         raise EnvError(
             f"observe returns {type(observation).__name__}, expected a dict", hint="see pirl.envs.env.RawObservation"
@@ -222,7 +222,7 @@ def _check_cameras(flat: Mapping[str, Any], expected: Expected) -> None:
 
 
 def _check_blind_look(env: RobotEnv, first: Mapping[str, Any]) -> None:
-    """Looking without pictures shows the rest unchanged."""
+    """Raise unless observing without images returns the rest unchanged."""
     blind, full = flatten(env.observe(pictures=False)), flatten(first)
     if pictures := _pictures(blind):
         raise EnvError(
@@ -233,7 +233,7 @@ def _check_blind_look(env: RobotEnv, first: Mapping[str, Any]) -> None:
 
 
 def _actions(env: RobotEnv, steps: int) -> list[Float[Array, "A"]]:
-    """Nothing, then draws from the middle of what is allowed; a declared range may be infinite, or not the true one."""
+    """The middle of the action range, then draws around it; declared ranges may be infinite or wrong, so clip them."""
     rng = np.random.default_rng(0)
     space = getattr(env, "action_space", None)
     low, high = np.full(env.action_dim, -1.0), np.full(env.action_dim, 1.0)
@@ -248,7 +248,7 @@ def _actions(env: RobotEnv, steps: int) -> list[Float[Array, "A"]]:
 
 
 def _play(env: RobotEnv, actions: list[Float[Array, "A"]]) -> tuple[int, bool]:
-    """Execute actions until the episode ends: how many there were, and whether it did."""
+    """Execute actions until the episode ends; returns (number of actions, whether it ended)."""
     for step, action in enumerate(actions):
         outcome = env.act(env.check_action(action))
         if not isinstance(outcome, Outcome):
@@ -283,7 +283,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _compare(kept: Mapping[str, Any], seen: Mapping[str, Any], what: str, hint: str) -> None:
-    """Both hold the same, to the bit."""
+    """Raise unless both observations are bit-identical."""
     seen = flatten(seen)
     if kept.keys() != seen.keys():
         raise EnvError(f"key {min(kept.keys() ^ seen.keys())!r} {what}: it is not always there", hint=hint)

@@ -8,8 +8,8 @@ from pirl.ranges import Bounds, Checked, Count, Natural
 
 TabletopLevel = Literal["easy", "colours", "two_blocks", "stitch"]
 """`easy`: one block, three zones. `colours`: two blocks, the named one counts. `two_blocks`: two blocks of four
-colours, random zones. `stitch`: two blocks, named by their positions; every demonstration makes one mistake, in the
-block or in the zone, so that none shows the whole task."""
+colours, random zones. `stitch`: two blocks, named by their positions; no demonstration that begins at the table
+succeeds, so that only bootstrapped values know which block to take."""
 
 
 LiberoSuite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
@@ -50,8 +50,8 @@ class AlohaConfig(Checked):
     fast_render: bool = False
     """No shadows, reflections or multisampling: ten times faster, but not what released checkpoints were trained on."""
     full_state: bool = False
-    """The state also holds position and quaternion of the objects, 21 numbers (transfer) or 28; there are no pictures
-    then."""
+    """The state also holds position and quaternion of the objects, 21 numbers (transfer) or 28, and there are no
+    images."""
     staged_reward: bool = False
     """Reward each step with the stage reached (grasped, lifted, ...), from 0 to 1, instead of success alone."""
     max_steps: Count = 300
@@ -117,8 +117,8 @@ class MetaWorldConfig(Checked):
     full_state: bool = False
     """The state is Meta-World's observation of 39 numbers, with objects and goal, and there are no images."""
     one_hot: bool = False
-    """Append which task of the suite it is, as Meta-World's multi-task benchmarks do: for policies that read no text.
-    Needs `full_state`."""
+    """Append the task of the suite as a one-hot vector, as Meta-World's multi-task benchmarks do: for policies that
+    read no text. Needs `full_state`."""
     dense_reward: bool = False
     """Reward each step with Meta-World's shaped reward, scaled to 0 to 1, instead of success alone."""
     end_at_success: bool = True

@@ -1,11 +1,12 @@
 """The environment interface, single and vectorised.
 
-A `RobotEnv` is a `gymnasium.Env` that knows its tasks, starts exactly where a `Context` says, and separates acting
-from looking: pictures cost most of a simulator's time, and a policy that executes a chunk looks only at its end.
+A `RobotEnv` is a `gymnasium.Env` that declares its tasks, starts deterministically from a `Context`, and separates
+acting from observing: rendering takes most of a simulator's time, and a policy that executes chunks observes only at
+their ends.
 
-An `EnvBatch` is what rollouts step: several environments in one process. It is not gymnasium's vector API, which
-renders after every step, steps all or none, and loses all environments when one worker dies. Nothing resets by
-itself (gymnasium's `AutoresetMode.DISABLED`): an episode that ended stays ended until its slot is given a context.
+An `EnvBatch` steps several environments in one process for rollouts. It is not gymnasium's vector API, which renders
+after every step, steps all or none, and loses all environments when one worker dies. There is no automatic reset
+(gymnasium's `AutoresetMode.DISABLED`): an ended episode stays ended until its slot begins a new context.
 """
 
 from abc import abstractmethod
@@ -20,8 +21,8 @@ from pirl.errors import EnvError
 from pirl.records import Array, Context
 
 RawObservation = Mapping[str, Any]
-"""One observation in the robot's own keys and units, as `data.transforms.Transform.observation` takes it: `state`,
-pictures (uint8, height x width x 3) and the instruction under `prompt`."""
+"""One observation in the robot's own keys and units, the input of `data.transforms.Transform.observation`: `state`,
+images (uint8, height x width x 3) and the instruction under `prompt`."""
 
 
 class Outcome(NamedTuple):
@@ -31,7 +32,7 @@ class Outcome(NamedTuple):
     terminated: bool
     """The task ended: success, or a failure that ends it."""
     truncated: bool
-    """Time is over."""
+    """The time limit is reached."""
     success: bool
 
 
@@ -41,11 +42,11 @@ class RobotEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     robot: str
     """Name of the robot that reads the observations, as in `pirl.data.robots`."""
     tasks: tuple[str, ...]
-    """Its tasks: the `task` of a context; success is counted per task."""
+    """Task names, the values of `Context.task`; success is counted per task."""
     num_inits: int | None = None
-    """Initial states of each task; None: any seed is one."""
+    """Number of initial states of each task. None: any seed is an initial state."""
     max_steps: int
-    """Steps after which an episode is truncated."""
+    """Time limit of an episode, in steps."""
     fps: int
     """Control steps per second, for videos."""
     action_dim: int
@@ -125,17 +126,17 @@ class EnvBatch(Protocol):
         """Start an episode in each of the slots."""
 
     def act(self, slots: Sequence[int], actions: Float[Array, "n A"]) -> Outcomes:
-        """One action in each of the slots; the others stand still."""
+        """Execute one action in each of the slots; other slots do not change."""
 
     def observe(self, slots: Sequence[int], *, pictures: bool = True) -> list[dict[str, Any]]:
         """Observation of each of the slots."""
 
     def close(self) -> None:
-        """Free what the simulators hold."""
+        """Free the simulators' resources."""
 
 
 class SeparateEnvs:
-    """An `EnvBatch` of environments stepped one after the other."""
+    """An `EnvBatch` of independent environments, stepped one after the other."""
 
     def __init__(self, envs: Sequence[RobotEnv]) -> None:
         first = envs[0]
@@ -150,7 +151,7 @@ class SeparateEnvs:
             self.envs[slot].begin(self.envs[slot].check_context(context))
 
     def act(self, slots: Sequence[int], actions: Float[Array, "n A"]) -> Outcomes:
-        """One action in each of the slots; the others stand still."""
+        """Execute one action in each of the slots; other slots do not change."""
         outcomes = [
             self.envs[slot].act(self.envs[slot].check_action(action))
             for slot, action in zip(slots, actions, strict=True)

@@ -1,8 +1,8 @@
 """Any gymnasium environment as a `RobotEnv`: one task, whose initial states are the seeds of `reset`.
 
-What is different between gymnasium's environments is said in `GymConfig`: where the robot's keys are found, which entry
-of `info` means success, whether the picture is in the observation or has to be rendered. Where the configuration and
-the environment do not fit, an error says so at the first step rather than an evaluation that never counts a success.
+`GymConfig` declares how environments differ: the keys of the observation, the entry of `info` that means success,
+whether images are in the observation or must be rendered. A mismatch raises an error instead of producing an evaluation
+that never counts a success.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from pirl.records import Array, Context
 
 
 class GymEnv(RobotEnv):
-    """A gymnasium environment: made by its id, or given ready as `env`."""
+    """Wraps a gymnasium environment, made from its id or passed as `env`."""
 
     def __init__(self, config: GymConfig, env: gymnasium.Env | None = None) -> None:
         self.env = _make(config) if env is None else env
@@ -52,7 +52,7 @@ class GymEnv(RobotEnv):
         self._steps, self._solved = 0, False
 
     def act(self, action: Float[Array, "A"]) -> Outcome:
-        """One step. Success is sticky: the environment may continue after it and undo it."""
+        """Execute one action. Success is sticky: the environment may continue after it and undo it."""
         if self._seen is None:
             raise EnvError("an action before the first episode", hint="call `begin` or `reset` first")
         self._seen, reward, terminated, truncated, info = self.env.step(action.astype(self.action_space.dtype))
@@ -80,7 +80,7 @@ class GymEnv(RobotEnv):
             seen = {key: value for key, value in seen.items() if np.ndim(value) != 3}
         elif self._config.render_key is not None:
             seen[self._config.render_key] = self.render()
-        # A copy each: environments may hand out the array they go on writing to.
+        # Copy: environments may return an array that they keep writing to.
         copies = {key: np.array(value) for key, value in seen.items()}
         return {**copies, PROMPT: found.get(PROMPT) or self.tasks[0]}
 
@@ -107,7 +107,7 @@ class GymEnv(RobotEnv):
             return bool(np.asarray(entries[key]).item())
         if not ended:
             return False
-        # A misspelt key would otherwise be a policy that never succeeds.
+        # Otherwise a misspelt key would look like a policy that never succeeds.
         raise EnvError(
             f"{self._config.id}: the episode ended without {key!r} in info; it has {', '.join(entries) or 'nothing'}",
             hint="set env.success_key to the entry that reports success, or to None if termination means success",
@@ -127,7 +127,7 @@ def _make(config: GymConfig) -> gymnasium.Env:
     if config.render_key is not None:
         options.setdefault("render_mode", "rgb_array")
     try:
-        # Its own checker warns of habits that are no fault here; `envs.check` looks for those that are.
+        # gymnasium's checker warns about things that are fine here; `envs.check` looks for real faults.
         return gymnasium.make(name, max_episode_steps=config.max_steps, disable_env_checker=True, **options)
     except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound, gymnasium.error.VersionNotFound):
         near = difflib.get_close_matches(name, gymnasium.registry, n=3)

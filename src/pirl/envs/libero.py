@@ -1,9 +1,9 @@
 """LIBERO's suites with the conventions of OpenPI's evaluation.
 
-That includes a detail of robosuite: what `step` returns was not sampled at the end of the step, but some milliseconds
-before. Cameras are therefore not drawn from the simulator's present state. The places of everything visible are noted
-when robosuite would draw them, which costs next to nothing, and drawn from the notes when somebody looks: pictures are
-equal to those of LIBERO's `OffScreenRenderEnv`, at a price that is paid only for those that are seen.
+That includes a detail of robosuite: `step` returns observations sampled some milliseconds before the end of the step.
+So images must not show the simulator's current state. Instead, the poses of everything visible are recorded when
+robosuite would render, which costs almost nothing, and rendered on demand. Images equal those of LIBERO's
+`OffScreenRenderEnv`, but only requested ones cost time.
 """
 
 import math
@@ -24,17 +24,17 @@ from pirl.names import PROMPT
 from pirl.records import Array, Context
 
 CAMERAS = {"observation/image": "agentview", "observation/wrist_image": "robot0_eye_in_hand"}
-"""OpenPI's keys, and LIBERO's names of the cameras."""
+"""OpenPI's observation keys -> LIBERO's camera names."""
 STATE_KEY = "observation/state"
 MAX_STEPS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""The longest demonstration of each suite and some more, as in OpenPI's evaluation; waiting does not count."""
+"""Time limit of each suite, from OpenPI's evaluation: a bit above its longest demonstration, without waiting steps."""
 _WAIT = np.array([0.0] * 6 + [-1.0])
 _CONTROL_HZ = 20
 _PLACEMENT_TRIES = 100
 
 
 class LiberoEnv(RobotEnv):
-    """The tasks of a suite; each has a simulator of its own, of which the last few used are kept."""
+    """The tasks of a suite. Each has its own simulator; the most recently used `keep_tasks` stay in memory."""
 
     robot, fps, action_dim = "libero", _CONTROL_HZ, 7
 
@@ -66,7 +66,7 @@ class LiberoEnv(RobotEnv):
         self._steps = 0
 
     def act(self, action: Float[Array, "A"]) -> Outcome:
-        """One control step. The task ends where LIBERO's goal predicate holds; the reward is 1 there and 0 before."""
+        """One control step. The episode terminates with reward 1 when LIBERO's goal predicate holds; 0 before."""
         solved = self.simulator.step(action)
         self._steps += 1
         return Outcome(float(solved), solved, self._steps >= self.max_steps and not solved, solved)
@@ -92,10 +92,10 @@ class LiberoEnv(RobotEnv):
 
 
 class Simulator:
-    """robosuite's simulator of one task, which is built once and then put back for every episode.
+    """robosuite's simulator of one task, built once and restored for every episode.
 
-    LIBERO's own reset builds it anew, which takes seconds. It also swallows every exception and tries again for ever,
-    so it is never called.
+    LIBERO's own reset is never called: it rebuilds the simulator, which takes seconds, and it swallows every exception
+    and retries forever.
     """
 
     def __init__(self, task: Task, config: LiberoConfig) -> None:
@@ -118,8 +118,8 @@ class Simulator:
         self.inner: Any = self._env.env
         self.model, self.data = self.inner.sim.model._model, self.inner.sim.data._data
         self._fixtures = _fixture_places(self.inner)
-        # Loading the model again, as the reset of OpenPI's first episode does, adds these samplers a second time, and
-        # each of them draws from the generator that places the fixtures.
+        # Reloading the model, as the reset in OpenPI's first episode does, adds these samplers a second time, and each
+        # draws from the generator that places the fixtures.
         self.inner.object_property_initializers *= 2
         self._scene = _scene_arrays(self.model, self.data)
         look = sensor(modality="scene")(lambda _: np.concatenate([array.ravel() for array in self._scene]))
@@ -128,10 +128,10 @@ class Simulator:
         self._seen: dict[str, Any] = {}
 
     def restart(self, seed: int, init_state: Float[Array, "d"]) -> None:
-        """Put everything back to where a simulator just built would have it, then to the initial state.
+        """Restore the state of a newly built simulator, then set the initial state.
 
-        An initial state holds joints alone. Fixtures (cabinet, stove, rack) are placed by NumPy's global generator:
-        seeded anew for every episode, so that they stand alike whenever this start is asked for.
+        An initial state contains only joints. NumPy's global generator places the fixtures (cabinet, stove, rack), so
+        it is seeded for every episode to make starts reproducible.
         """
         inner = self.inner
         with _numpy_seed(seed):
@@ -152,24 +152,24 @@ class Simulator:
         for body, (place, rotation) in self._fixtures.items():
             self.model.body_pos[body], self.model.body_quat[body] = place, rotation
         self.inner.sim.reset()
-        self.inner.sim.forward()  # the robot reads from the result where it stands
+        self.inner.sim.forward()  # the robot reads its base pose from the result
         for robot in self.inner.robots:
             robot.gripper.current_action = np.zeros(robot.gripper.dof)
         self.inner._reset_internal()
 
     def step(self, action: Float[Array, "A"]) -> bool:
-        """One control step; is the goal reached?"""
+        """Execute one control step; returns whether the goal is reached."""
         self._seen, _, solved, _ = self.inner.step(np.asarray(action, np.float64))
         return bool(solved)
 
     def state(self) -> Float[Array, "8"]:
-        """Place and rotation (axis-angle) of the hand, and the two fingers."""
+        """Position and rotation (axis-angle) of the hand, and the two finger joints."""
         seen = self._seen
         rotation = axis_angle(seen["robot0_eef_quat"])
         return np.concatenate([seen["robot0_eef_pos"], rotation, seen["robot0_gripper_qpos"]])
 
     def pictures(self) -> dict[str, UInt8[Array, "h w 3"]]:
-        """Both cameras, turned by 180 degrees, as the datasets have them."""
+        """Images of both cameras, rotated by 180 degrees as in the datasets."""
         if self._cameras is None:
             self._cameras = Cameras(self.model, self._config.render_size, fast=self._config.fast_render)
         return self._cameras.draw(self._seen["scene"])
@@ -178,14 +178,14 @@ class Simulator:
         """Free memory and the graphics context."""
         if self._cameras is not None:
             self._cameras.close()
-        # What refers to the model goes first: robosuite collects the garbage when it closes, and never again.
+        # Drop references to the model first: robosuite collects garbage only when it closes.
         self._cameras = self.model = self.data = None
         self._scene = []
         self._env.close()
 
 
 class Cameras:
-    """Draws a scene from notes of where everything was, with arrays of its own: looking leaves the simulator alone."""
+    """Renders a scene from recorded poses, in its own MjData, so that rendering does not change the simulator."""
 
     def __init__(self, model: Any, size: int, *, fast: bool) -> None:
         import mujoco
@@ -199,7 +199,7 @@ class Cameras:
             self._gl = mujoco.GLContext(buffer.offwidth, buffer.offheight)
             self._gl.make_current()
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        except Exception as error:  # each graphics library raises its own
+        except Exception as error:  # every graphics library raises its own exceptions
             raise EnvError(
                 f"no graphics context for the cameras: {type(error).__name__}: {error}",
                 hint=f"apt-get install {SYSTEM_PACKAGES}; set MUJOCO_GL to osmesa (processor) or egl (graphics card) "
@@ -214,12 +214,12 @@ class Cameras:
         self._ids = {key: model.camera(name).id for key, name in CAMERAS.items()}
 
     def draw(self, scene: Float[Array, "n"]) -> dict[str, UInt8[Array, "h w 3"]]:
-        """A picture of each camera."""
+        """An image from each camera."""
         shown = self._model.site_rgba.copy()
         ends = np.cumsum([array.size for array in self._arrays])
         for array, values in zip(self._arrays, np.split(scene, ends[:-1]), strict=True):
             array[:] = values.reshape(array.shape)
-        # Several simulators live in one process, and drawing goes to whichever context is current.
+        # A process has several simulators, and rendering uses the current context.
         self._gl.make_current()
         try:
             return {key: self._draw(camera) for key, camera in self._ids.items()}
@@ -235,11 +235,11 @@ class Cameras:
         mujoco.mjr_render(self._rect, self._scene, self._context)
         picture = np.empty((self._rect.height, self._rect.width, 3), np.uint8)
         mujoco.mjr_readPixels(picture, None, self._rect, self._context)
-        # OpenGL's first row is the lowest, so the upright picture is [::-1]; the datasets mirror it as well.
+        # OpenGL's first row is the bottom one, so [::-1] is upright; the datasets also mirror images.
         return np.ascontiguousarray(picture[::-1, ::-1])
 
     def close(self) -> None:
-        """Free the context while it is current: what it holds is named by numbers that other contexts use too."""
+        """Free the context while it is current, because its object ids are also valid in other contexts."""
         self._gl.make_current()
         self._context.free()
         self._gl.free()
@@ -253,13 +253,13 @@ def axis_angle(quat: Float[Array, "4"]) -> Float[Array, "3"]:
 
 
 def _scene_arrays(model: Any, data: Any) -> list[Array]:
-    """All that a picture depends on and that changes: places, and which sites are shown (the stove's flame)."""
+    """The arrays that change and that an image depends on: poses, and visibility of sites (the stove's flame)."""
     places = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
     return [getattr(data, name) for name in places] + [model.site_rgba]
 
 
 def _fixture_places(inner: Any) -> dict[int, tuple[Array, Array]]:
-    """Where the fixtures stand in the model's description, before they are placed; by body."""
+    """Fixtures' poses in the model's description, before random placement, by body id."""
 
     def numbers(element: Any, name: str, default: str) -> Array:
         return np.array([float(word) for word in element.get(name, default).split()])
@@ -273,7 +273,7 @@ def _fixture_places(inner: Any) -> dict[int, tuple[Array, Array]]:
 
 
 def _retried(attempt: Any, task: Task) -> Any:
-    """Objects are placed at random until they do not touch, which may fail; what else fails is not tried again."""
+    """Retry an attempt whose random placement of objects failed; other errors are not retried."""
     from robosuite.utils.errors import RandomizationError
 
     for _ in range(_PLACEMENT_TRIES):
@@ -292,7 +292,7 @@ def _retried(attempt: Any, task: Task) -> Any:
 
 @contextmanager
 def _numpy_seed(seed: int) -> Iterator[None]:
-    """NumPy's global generator seeded, and then as it was before: it is not ours."""
+    """Seed NumPy's global generator in the block and restore its state afterwards."""
     before = np.random.get_state()
     np.random.seed(seed)
     try:

@@ -1,8 +1,8 @@
 """A scripted expert for LIBERO's pick-and-place tasks that reads the simulator's state, to record demonstrations.
 
-It knows goals that put one object into or onto something: it takes the object from above, or a bowl by its rim, carries
-it over everything in the way, and lets go. Drawers, knobs and pushing are beyond it. Its dials make worse
-demonstrations on purpose, for algorithms that are meant to improve on them.
+It solves goals that put one object into or onto something: it grasps the object from above (a bowl by its rim), carries
+it over all obstacles, and lets go. It cannot do drawers, knobs or pushing. Dials make demonstrations worse on purpose,
+for algorithms that should improve on them.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from pirl.ranges import Bounds, Checked, NotNegative
 from pirl.records import Array, Context, Rollout
 
 _METRE = 1 / 0.05
-"""An action of 1 asks the controller to move by 5 cm,"""
+"""Action units per metre: an action of 1 moves by 5 cm."""
 _RADIAN = 1 / 0.5
-"""or to turn by half a radian."""
+"""Action units per radian: an action of 1 turns by half a radian."""
 _OPEN, _CLOSED = -1.0, 1.0
 _WIDEST = 0.078
 """Opening of the gripper, in metres."""
@@ -41,7 +41,7 @@ class LiberoDials(Checked):
 
 
 class Phase(NamedTuple):
-    """One part of the motion: go there, with the gripper so, until near enough or out of time."""
+    """One part of the motion: move to `target` until within `tolerance`, for `least` to `most` steps."""
 
     target: Callable[[], Array]
     gripper: float
@@ -58,7 +58,7 @@ def demonstrate(
     seed: int = 0,
     pictures: bool = True,
 ) -> list[Rollout]:
-    """One episode from each context, successful or not; with the pictures of every step, or none."""
+    """Record one episode from each context, successful or not, with images of every step or none."""
     env = LiberoEnv(config)
     try:
         return [
@@ -86,7 +86,7 @@ def _demonstrate_one(
 
 
 class Expert:
-    """The motion for one episode, planned at its start; `action` gives the next step."""
+    """The motion of one episode, planned at its start."""
 
     def __init__(self, simulator: Simulator, dials: LiberoDials, rng: np.random.Generator) -> None:
         self._world = World(simulator)
@@ -127,7 +127,7 @@ class Expert:
         ]
 
     def _above_goal(self) -> Float[Array, "3"]:
-        """Where the hand must be for the held object to be in its place; how it is held is looked up once."""
+        """The hand's position that puts the held object in its place; how it is held is measured once."""
         world = self._world
         if self._held is None:
             corners = world.corners(self._object)
@@ -135,7 +135,7 @@ class Expert:
         place = world.place(self._goal) - self._held
         if self._relation == "on":
             return _at_height(place, place[2] + 0.012)
-        # Into a basket it is let down between the sides, into anything else it is dropped.
+        # Lower it between the sides of a basket; drop it into anything else.
         return _at_height(place, self._top - self._held[2] - (0.06 if "basket" in self._goal else 0.0))
 
     def action(self) -> Float32[Array, "7"]:
@@ -168,7 +168,7 @@ class World:
         return self._data.site_xpos[self._hand].copy()
 
     def hand_rotation(self) -> Float[Array, "3 3"]:
-        """Its axes in columns; the fingers close along the first."""
+        """The hand's axes in columns; the fingers close along the first."""
         return self._data.site_xmat[self._hand].reshape(3, 3).copy()
 
     def place(self, name: str) -> Float[Array, "3"]:
@@ -191,14 +191,14 @@ class World:
 
 
 def plan_grasp(world: World, name: str, yaw: float) -> tuple[Float[Array, "3"], float]:
-    """Where to take an object, and by how much to turn the hand, whose fingers close along the direction `yaw`."""
+    """(grasp position, turn of the hand, whose fingers close along the direction `yaw`)."""
     corners = world.corners(name)
     bottom, top = corners[:, 2].min(), corners[:, 2].max()
     if "bowl" in name:
         return _rim_grasp(world, name, yaw)
 
     def cost(turn: float) -> float:
-        """Prefer the narrow side and little turning."""
+        """Width to grasp, plus a little for turning and a penalty for what does not fit."""
         across = corners[:, :2] @ [np.cos(yaw + turn), np.sin(yaw + turn)]
         width = across.max() - across.min()
         return width + 0.004 * abs(turn) + (0.05 if width > _WIDEST else 0.0)
@@ -210,7 +210,7 @@ def plan_grasp(world: World, name: str, yaw: float) -> tuple[Float[Array, "3"], 
 
 
 def _rim_grasp(world: World, name: str, yaw: float) -> tuple[Float[Array, "3"], float]:
-    """A point of a bowl's rim, one finger inside: with room around the hand, little turning, and not far away."""
+    """A grasp of a bowl's rim, one finger inside; prefers room around the hand, little turning and short ways."""
     corners = world.corners(name)
     top = corners[:, 2].max()
     radius = np.ptp(corners[:, :2], axis=0).mean() / 2 - 0.004
@@ -244,7 +244,7 @@ def _about_z(angle: float) -> Float[Array, "3 3"]:
 
 
 def _rotation_vector(rotation: Float[Array, "3 3"]) -> Float[Array, "3"]:
-    """Axis times angle."""
+    """Rotation matrix to axis times angle."""
     angle = np.arccos(np.clip((np.trace(rotation) - 1) / 2, -1, 1))
     if angle < 1e-6:
         return np.zeros(3)

@@ -1,7 +1,7 @@
 """Set LIBERO up and check it: `python -m pirl.envs.libero_install`; `--check` installs nothing.
 
 LIBERO's own requirements include its training code, so three packages are installed without dependencies, and its
-assets are a separate download. Steps that are done already are skipped; at the end each line says what works.
+assets are a separate download. Completed steps are skipped; a line per step reports the result.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from pirl.errors import EnvError, PirlError
 
 
 def packages() -> str:
-    """The packages, or an error that names those that are missing."""
+    """Names of the pinned packages; raises if some are missing."""
     check_packages()
     return " ".join(PINNED)
 
 
 Step = tuple[str, Callable[[], str], tuple[list[str], ...]]
-"""Name, check (returns what it found or raises), and the arguments of python that repair it."""
+"""Name, check (returns a result to print, or raises), and python's argument lists that repair it."""
 STEPS: tuple[Step, ...] = (
     (
         "packages",
@@ -35,7 +35,7 @@ STEPS: tuple[Step, ...] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install what is missing, then check everything; 0 if LIBERO can be used."""
+    """Install what is missing, then check everything; returns 0 if LIBERO works."""
     parser = argparse.ArgumentParser(prog="python -m pirl.envs.libero_install", description=__doc__)
     parser.add_argument("--check", action="store_true", help="install and download nothing")
     install = not parser.parse_args(argv).check
@@ -65,7 +65,7 @@ def _done(name: str, check: Callable[[], str], repairs: Sequence[Sequence[str]] 
 
 
 def tasks() -> str:
-    """Load the tasks of every suite: their goals and initial states must be on the disk."""
+    """Load the tasks of every suite; raises if goals or initial states are missing on disk."""
     prepare(None)
     counts = {suite: len(load_tasks(suite)) for suite in get_args(LiberoSuite)}
     if not all(counts.values()):

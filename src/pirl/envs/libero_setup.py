@@ -1,8 +1,8 @@
 """Finds LIBERO's package, assets, tasks and initial states without prompts, downloads or torch.
 
-hf-libero assumes a person at the keyboard: its first import asks where to put a configuration file, a missing folder of
-assets starts a download, and its list of tasks imports torch to read NumPy arrays. Workers can do none of this, so
-here everything is looked for first, and what is missing is named.
+hf-libero assumes an interactive session: its first import asks where to put a configuration file, a missing assets
+folder starts a download, and its task list imports torch to read NumPy arrays. Workers can do none of this, so this
+module finds everything first and raises errors that name what is missing.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from pirl.paths import pirl_home
 from pirl.records import Array
 
 ASSETS_VARIABLE = "PIRL_LIBERO_ASSETS"
-"""Environment variable with the folder of assets, where the configuration names none."""
+"""Environment variable with the assets folder, if the configuration has none."""
 _PACKAGES = ("mujoco", "robosuite", "bddl", "libero")
 PINNED = ("robosuite==1.4.0", "bddl==1.0.1", "hf-libero==0.1.4")
-"""Installed without dependencies: those include LIBERO's training code."""
+"""Installed without dependencies, because those include LIBERO's training code."""
 INSTALL = "python -m pirl.envs.libero_install"
-"""Sets everything up."""
+"""The command that sets everything up."""
 _ASSET_FOLDERS = (
     "articulated_objects",
     "scenes",
@@ -51,26 +51,26 @@ class Task:
     """One task of a suite."""
 
     name: str
-    """Its instruction; with the scene behind it where another task of the suite has the same one."""
+    """The instruction, followed by the scene if another task of the suite has the same instruction."""
     prompt: str
-    """Its instruction."""
+    """The instruction."""
     bddl: Path
-    """The file that describes scene and goal."""
+    """The file that defines scene and goal."""
     init_states: Path
     """The file of initial states."""
 
 
 def prepare(assets: str | None) -> None:
-    """Make `import libero` work in this process, with these assets; an error names what is missing."""
+    """Make `import libero` work in this process with these assets; raises if something is missing."""
     check_packages()
     folder = find_assets(assets)
     if (gl := choose_gl()) is not None:
-        os.environ["MUJOCO_GL"] = gl  # else robosuite insists on EGL, also where there is no GPU
+        os.environ["MUJOCO_GL"] = gl  # otherwise robosuite insists on EGL, even without a GPU
     with _config_file():
         libero: Any = import_module("libero.libero")
     if not hasattr(libero, "get_assets_path"):
         raise EnvError("the package libero is not hf-libero", hint="pip install --no-deps hf-libero==0.1.4")
-    # The only place it looks at: the key `assets` of its configuration file is not read.
+    # hf-libero reads only this variable, not the key `assets` of its configuration file.
     libero._assets_path_cache = str(folder)
 
 
@@ -84,7 +84,7 @@ def check_packages() -> None:
 
 
 def find_assets(assets: str | None) -> Path:
-    """The folder of LIBERO's assets: as configured, from the environment, of the package, or downloaded before."""
+    """LIBERO's assets folder: as configured, from the environment variable, in the package, or in its cache."""
     named = assets or os.environ.get(ASSETS_VARIABLE)
     package = find_spec("libero")
     inside = [Path(package.origin).parent / "libero" / "assets"] if package and package.origin else []
@@ -104,8 +104,8 @@ def find_assets(assets: str | None) -> Path:
 
 
 def load_tasks(suite: str) -> tuple[Task, ...]:
-    """The tasks of a suite in LIBERO's order; `prepare` comes first."""
-    with _torch_absent(), contextlib.redirect_stdout(io.StringIO()):  # it prints the order of tasks
+    """The tasks of a suite in LIBERO's order. Call `prepare` first."""
+    with _torch_absent(), contextlib.redirect_stdout(io.StringIO()):  # LIBERO prints the task order
         benchmark = import_module("libero.libero.benchmark").get_benchmark(suite)()
         folder = Path(import_module("libero.libero").get_libero_path("init_states"))
         tasks = benchmark.tasks
@@ -130,10 +130,10 @@ def load_tasks(suite: str) -> tuple[Task, ...]:
 
 
 def read_init_states(path: Path) -> Float[Array, "n d"]:
-    """The initial states of a task: one row each, time, joint positions, joint velocities.
+    """The initial states of a task, one per row: time, joint positions, joint velocities.
 
-    The file is a pickle that torch wrote. Nothing in it is executed: the only names it may use are those that NumPy
-    needs to put an array of numbers together, and everything else is refused.
+    The file is a pickle written by torch. Unpickling executes nothing: only the names that NumPy needs to build a
+    numeric array are allowed.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -151,7 +151,7 @@ def read_init_states(path: Path) -> Float[Array, "n d"]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads arrays and nothing else."""
+    """An unpickler that only allows NumPy arrays."""
 
     _ALLOWED = frozenset(
         {
@@ -176,7 +176,7 @@ def _scene(task: str) -> str:
 
 @contextlib.contextmanager
 def _config_file() -> Iterator[None]:
-    """LIBERO's configuration file where there is none yet, in our own cache: without it, its import asks for input."""
+    """Provide LIBERO's configuration file in our cache if there is none; without it, its import asks for input."""
     if "libero.libero" in sys.modules:
         yield
         return
@@ -205,10 +205,10 @@ def _config_file() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_absent() -> Iterator[None]:
-    """Let `import torch` succeed for a moment where it is not installed.
+    """Let `import torch` succeed in the block if torch is not installed.
 
-    LIBERO's list of tasks imports it for one function, which is replaced by `read_init_states`. The empty module is
-    taken away again, as other libraries find out by an import whether torch is there.
+    LIBERO's task list imports it for one function, which `read_init_states` replaces. The empty module is removed
+    afterwards, because other libraries test for torch by importing it.
     """
     if "torch" in sys.modules or find_spec("torch") is not None:
         yield

@@ -35,14 +35,14 @@ _PACKAGES: dict[type, tuple[tuple[str, str], ...]] = {
 
 
 def make_env(config: EnvConfig) -> RobotEnv:
-    """One environment."""
+    """Build one environment."""
     module, name = _SIMULATORS[type(config)]
     build: Callable[[EnvConfig], RobotEnv] = getattr(import_module(module), name)
     return build(config)
 
 
 def check_installed(config: EnvConfig) -> None:
-    """Refuse an environment whose packages or assets are missing; imports no simulator."""
+    """Raise if an environment's packages or assets are missing; imports no simulator."""
     if isinstance(config, LiberoConfig):
         from pirl.envs.libero_setup import check_packages, find_assets
 
@@ -54,7 +54,7 @@ def check_installed(config: EnvConfig) -> None:
 
 
 def make_batch(config: EnvConfig, size: int) -> EnvBatch:
-    """`size` environments in this process; those that can share work do."""
+    """Build `size` environments in this process; some simulators share work or memory between them."""
     if isinstance(config, TabletopConfig):
         from pirl.envs.tabletop import Tabletop
 

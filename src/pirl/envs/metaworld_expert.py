@@ -1,8 +1,8 @@
 """Meta-World's scripted policies as experts: they read the simulator's state and solve all fifty tasks.
 
-The dials make them worse by choices, not by shaking: an expert takes everything to be a hand's breadth to the left or
-right of where it is, and does there what it would have done. Every task of MT10 then fails. A detour starts so and
-corrects itself: a success, but a late one.
+The dials make them worse by wrong choices, not by noise: an expert believes everything to be a hand's breadth to the
+left or right of its true position and acts there, which fails every task of MT10. A detour starts this way and corrects
+itself: a late success.
 """
 
 import warnings
@@ -57,7 +57,7 @@ def demonstrate(
     seed: int = 0,
     pictures: bool = True,
 ) -> list[Rollout]:
-    """One episode from each context, successful or not; with the pictures of every step, or none."""
+    """Record one episode from each context, successful or not, with images of every step or none."""
     env = MetaWorldEnv(config)
     policies = load("metaworld.policies", extra="metaworld", why="the Meta-World simulator").ENV_POLICY_MAP
     rollouts = []
@@ -73,7 +73,7 @@ def demonstrate(
 
 
 class Expert:
-    """Acts out one episode; what it does wrong is drawn at its start, the same numbers whatever the dials are."""
+    """Acts in one episode. Errors are drawn at its start, from the same random numbers for all dials."""
 
     def __init__(self, env: MetaWorldEnv, policy: Any, dials: MetaWorldDials, rng: np.random.Generator) -> None:
         self._env, self._policy, self._noise, self._rng = env, policy, dials.action_noise, rng
@@ -88,9 +88,9 @@ class Expert:
         seen = self._env.simulator.seen.copy()
         if step < self._until:
             for first in _PLACES:
-                if seen[first : first + 3].any():  # tasks with one object leave the second at zero
+                if seen[first : first + 3].any():  # all zero: the second object of a task with one
                     seen[first : first + 3] += self._offset
-        with warnings.catch_warnings():  # Meta-World's, that actions beyond 1 are clipped
+        with warnings.catch_warnings():  # Meta-World warns that actions beyond 1 are clipped
             warnings.simplefilter("ignore")
             action = np.array(self._policy.get_action(seen), np.float64)
         action[:3] = np.clip(action[:3], -1, 1) + self._noise * self._rng.normal(size=3)

@@ -1,7 +1,7 @@
 """Meta-World's 50 tasks and their instructions. Imports no simulator.
 
-The instructions are the descriptions in Meta-World's paper, as LeRobot's Meta-World environment has them. There push-v3
-and push-back-v3 have the same one; here each has its own, as success is counted by instruction.
+The instructions are the descriptions in Meta-World's paper, as in LeRobot's Meta-World environment, except that
+push-v3 and push-back-v3 have the same one there and different ones here, because success is counted by instruction.
 """
 
 from collections.abc import Mapping

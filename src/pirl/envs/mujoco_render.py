@@ -1,7 +1,7 @@
-"""Shared rendering of the MuJoCo simulators: choosing a GL backend, and rendering cheaply.
+"""Rendering for the MuJoCo simulators: choosing a GL backend, and rendering fast.
 
-Without a graphics card, shadow maps and multisampling cost five to ten times what the scene itself does, so a
-simulator offers the choice: `fast` leaves them out, which is cheap but not what released checkpoints were trained on.
+Without a GPU, shadow maps and multisampling cost five to ten times as much as the scene itself. Simulators therefore
+offer `fast` rendering without them, which differs from what released checkpoints were trained on.
 """
 
 import os
@@ -18,16 +18,16 @@ from pirl.errors import EnvError, MissingExtraError
 from pirl.records import Array
 
 SYSTEM_PACKAGES = "libosmesa6 libegl1 libgl1-mesa-dri libgles2"
-"""Debian's names of the libraries that render without a display."""
+"""Debian packages for rendering without a display."""
 
 
 def choose_gl(
     environ: Mapping[str, str] = os.environ, *, platform: str = sys.platform, gpu: bool | None = None
 ) -> str | None:
-    """The value `MUJOCO_GL` should have, or None where the user's, or MuJoCo's own, choice is right.
+    """The value to set `MUJOCO_GL` to, or None to leave the user's or MuJoCo's default choice.
 
-    MuJoCo opens a window's context unless told otherwise, which fails on a machine without a display. There a graphics
-    card renders through EGL, and the processor through OSMesa (EGL would find no device, or fall back silently).
+    By default MuJoCo opens a window context, which fails without a display. There a GPU renders through EGL, a CPU
+    through OSMesa (EGL would find no device, or fall back silently).
     """
     if environ.get("MUJOCO_GL") or platform != "linux" or environ.get("DISPLAY"):
         return None
@@ -37,22 +37,22 @@ def choose_gl(
 
 
 def load(module: str, *, extra: str, why: str) -> ModuleType:
-    """Import a module of a simulator that is an extra, having chosen how to render: MuJoCo reads it on import only."""
+    """Import a module of an optional simulator, after setting `MUJOCO_GL`, which MuJoCo only reads on import."""
     if (gl := choose_gl()) is not None:
         os.environ.setdefault("MUJOCO_GL", gl)
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError((error.name or module).partition(".")[0], extra, why) from None
-    except Exception as error:  # PyOpenGL fails in many ways where the library it binds is absent
+    except Exception as error:  # PyOpenGL raises various exceptions if the library it binds is missing
         raise _no_gl(error) from error
 
 
 class Pictures:
-    """Renders one model's cameras. Made when the first picture is asked for: most steps need none."""
+    """Renders one model's cameras. Create it for the first image: most steps need none."""
 
     def __init__(self, model: Any, size: tuple[int, int], *, fast: bool) -> None:
-        """Get ready to render `model` at `size` (height, width); `fast` changes how the model looks from now on."""
+        """Prepare to render `model` at `size` (height, width); `fast` changes the model itself (see `plain`)."""
         import mujoco
 
         height, width = size
@@ -71,9 +71,9 @@ class Pictures:
         return self._renderer.render().copy()
 
     def close(self) -> None:
-        """Free the GL context; left to the interpreter's exit, it comes too late and complains.
+        """Free the GL context, which raises if left to the interpreter's exit.
 
-        It is made current first: what it holds is named by numbers that other contexts use too.
+        Makes it current first, because its object ids are also valid in other contexts.
         """
         if (context := getattr(self._renderer, "_gl_context", None)) is not None:
             context.make_current()
@@ -81,7 +81,7 @@ class Pictures:
 
 
 def plain(model: Any) -> None:
-    """Take shadows, reflections and multisampling from a model; a renderer made before keeps them."""
+    """Remove shadows, reflections and multisampling from a model. Existing renderers keep them."""
     model.vis.quality.offsamples = 0
     model.vis.quality.shadowsize = 0
     model.light_castshadow[:] = 0

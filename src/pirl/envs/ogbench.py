@@ -1,8 +1,8 @@
 """OGBench's manipulation tasks: a UR5e arm moves cubes, presses buttons, opens a drawer and a window (extra `ogbench`).
 
-Reward and success come one step late, by OGBench's design (`success_timing="pre"`): a step reports on the state in
-which its action was taken, not on the one it led to. So an episode goes on for one action after the task is solved, and
-a task that is solved with the very last action counts as failed. OGBench's datasets are labelled alike, so it is kept.
+Reward and success come one step late, by OGBench's design (`success_timing="pre"`): a step reports on the state before
+its action. So an episode continues for one action after the task is solved, and a task solved by the last action counts
+as failed. OGBench's datasets are labelled this way, so it is kept.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from pirl.names import IMAGE, PROMPT, STATE
 from pirl.records import Array, Context
 
 _DATASETS = ("play", "noisy")
-"""Kinds of OGBench's datasets. Its names of tasks contain one; the environment is the same for all."""
+"""Kinds of OGBench's datasets. Task names contain one; the environment is the same for all."""
 _FAMILIES = ("cube", "scene", "puzzle")
 """Prefixes of this robot's environments; OGBench also has mazes and others."""
 _PROPRIOCEPTION = 19
@@ -29,16 +29,16 @@ _PROPRIOCEPTION = 19
 
 
 class OGBenchEnv(RobotEnv):
-    """Actions are steps of the gripper (x, y, z, yaw) and of its opening, each from -1 to 1; beyond, they are clipped.
+    """Actions are steps of the gripper (x, y, z, yaw) and of its opening, clipped to [-1, 1].
 
-    The state holds arm and objects; in a visual task (`visual-...`) it holds the arm alone, beside one picture.
+    The state holds arm and objects; in a visual task (`visual-...`) only the arm, together with one image.
     """
 
     fps = 20
     action_dim = 5
 
     def __init__(self, config: OGBenchConfig) -> None:
-        """Load the scene; nothing is rendered yet."""
+        """Load the scene; the renderer starts with the first image."""
         self.config = config
         self.visual = config.task.startswith("visual-")
         self.tasks = (env_id(config.task),)
@@ -52,7 +52,7 @@ class OGBenchEnv(RobotEnv):
 
     def begin(self, context: Context) -> None:
         """Start an episode; the context's `init` is OGBench's seed."""
-        with warnings.catch_warnings():  # gymnasium, each time, about the precision of OGBench's action space
+        with warnings.catch_warnings():  # gymnasium's, at every reset, about the precision of OGBench's action space
             warnings.filterwarnings("ignore", message=".*precision lowered by casting")
             self.simulator.reset(seed=context.init)
         self.info = settle(self.simulator)
@@ -70,7 +70,7 @@ class OGBenchEnv(RobotEnv):
         )
 
     def observe(self, *, pictures: bool = True) -> dict[str, Any]:
-        """The state, and the picture of a visual task."""
+        """The state, and the image of a visual task."""
         seen: dict[str, Any] = {STATE: state_of(self.simulator, visual=self.visual), PROMPT: self.tasks[0]}
         if pictures and self.visual:
             seen[IMAGE] = self.picture()
@@ -91,7 +91,7 @@ class OGBenchEnv(RobotEnv):
 
 
 def env_id(task: str) -> str:
-    """The name under which gymnasium knows a task: without the kind of dataset."""
+    """gymnasium's id of a task: its name without the kind of dataset."""
     parts = [part for part in task.split("-") if part not in _DATASETS]
     if "singletask" not in parts or parts[parts[0] == "visual"] not in _FAMILIES:
         raise EnvError(
@@ -107,10 +107,10 @@ def family(task: str) -> str:
 
 
 def make_simulator(name: str, config: OGBenchConfig, **options: Any) -> tuple[Any, int]:
-    """OGBench's own environment, without wrappers, and its number of steps.
+    """(OGBench's environment without wrappers, its time limit in steps).
 
-    It would render its observation at every step of a visual task. What is dressed for pictures is decided when the
-    scene is built, so it is built first and then told that observations are states.
+    In a visual task it would render at every step. The scene's appearance is decided when it is built, so build it
+    first and then switch observations to states.
     """
     load("ogbench.manipspace", extra="ogbench", why="the OGBench simulator")
     try:
@@ -129,11 +129,11 @@ def make_simulator(name: str, config: OGBenchConfig, **options: Any) -> tuple[An
 
 
 def settle(simulator: Any) -> dict[str, Any]:
-    """Make a reset exact, and return what is known after it.
+    """Make a reset deterministic; returns its info.
 
-    To picture its goal, OGBench's reset takes two steps with actions drawn from an unseeded generator. Joints and
-    objects are put back, but not what the solver and the sensors remember. That was not seen to change an episode, but
-    nothing rules it out, and it is the simulator's promise that the same context starts alike.
+    To render its goal, OGBench's reset takes two steps with actions from an unseeded generator. It restores joints and
+    objects, but not the state of solver and sensors. We have not seen that change an episode, but nothing rules it out,
+    and a context must always start identically.
     """
     import mujoco
 
@@ -150,11 +150,11 @@ def settle(simulator: Any) -> dict[str, Any]:
 
 
 def state_of(simulator: Any, *, visual: bool) -> Float[Array, "S"]:
-    """The observation; for a visual task without what a robot could not know but by looking."""
+    """The state; in a visual task only proprioception."""
     state = simulator.compute_observation().astype(np.float32)
     return state[:_PROPRIOCEPTION] if visual else state
 
 
 def sparse(reward: Any) -> Any:
-    """The reward Q-chunking trains on in its sparse tasks: -1 until all is solved."""
+    """Q-chunking's reward for sparse tasks: -1 until everything is solved."""
     return (reward != 0) * -1.0

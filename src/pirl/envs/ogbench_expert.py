@@ -1,7 +1,7 @@
 """OGBench's oracles as experts: demonstrations of cube tasks, and play (random goals, one after the other) of any.
 
-OGBench's wheel has the oracles, but neither its datasets nor the script that recorded them. What is recorded here is
-made the same way, yet results on it do not compare with those on the official datasets.
+OGBench's wheel has the oracles, but neither its datasets nor the script that recorded them. Data recorded here is made
+the same way, but results on it are not comparable to those on the official datasets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from pirl.ranges import Checked, NotNegative
 from pirl.records import Array, Context, Rollout
 
 _PLAY_STEPS = 1000
-"""Steps of an episode of play; OGBench's datasets have as many."""
+"""Steps per episode of play, as in OGBench's datasets."""
 _STACKING = {
     "cube-double": (0.0, 0.25),
     "cube-triple": (0.05, 0.35),
     "cube-quadruple": (0.1, 0.5),
     "cube-octuple": (0.0, 0.35),
 }
-"""Between what an episode of play draws its probability of putting a cube on another; 0.5 elsewhere."""
+"""Range from which an episode of play draws its probability of stacking cubes; 0.5 for other worlds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def demonstrate(
     seed: int = 0,
     pictures: bool = True,
 ) -> list[Rollout]:
-    """One episode from each context of a cube task, successful or not; with the pictures of every step, or none."""
+    """Record one episode from each context of a cube task, successful or not, with images of every step or none."""
     if not family(config.task).startswith("cube"):
         raise EnvError(
             f"no expert for {config.task}: OGBench's oracles know how to press a button, not which one to press",
@@ -85,12 +85,11 @@ def play_data(
     dials: OGBenchDials | None = None,
     pictures: bool = True,
 ) -> list[Rollout]:
-    """So many steps of play, for offline learning: whole episodes, and what remains as the last one.
+    """Record `steps` steps of play for offline learning, in episodes of 1000 steps; the last may be shorter.
 
-    Play has goals of its own, and never ends early. Rewards are those that the configured task would have given, and
-    `terminated` is set at every step whose state solves it, as OGBench labels its datasets: nothing bootstraps there.
-    A context of play starts at random, not where the task starts. (OGBench also leaves out episodes of `scene` in which
-    the cube gets stuck; they are kept here.)
+    Play has its own goals and never ends early. Rewards are those of the configured task, and `terminated` is set at
+    every step whose state solves it, as in OGBench's datasets: nothing bootstraps there. A context of play starts at
+    random, not where the task starts. (Unlike OGBench, episodes of `scene` in which the cube gets stuck are kept.)
     """
     env = _PlayEnv(config)
     player = _Player(env, dials or OGBenchDials(oracle="plan", plan_noise=0.1))
@@ -108,7 +107,7 @@ def play_data(
 
 
 class _PlayEnv(OGBenchEnv):
-    """The world of a task, with goals drawn anew whenever one is reached."""
+    """The world of a task, with a new random goal whenever one is reached."""
 
     def __init__(self, config: OGBenchConfig) -> None:
         super().__init__(config)
@@ -117,7 +116,7 @@ class _PlayEnv(OGBenchEnv):
         self.simulator, _ = make_simulator(world, config, mode="data_collection", terminate_at_goal=False)
 
     def judged(self, rollout: Rollout, states: list[dict[str, Array]]) -> Rollout:
-        """An episode of play with the rewards of the task; `states` are those its actions were taken in."""
+        """Relabel an episode of play with the task's rewards; `states` are the states before its actions."""
         relabelling = load("ogbench.relabel_utils", extra="ogbench", why="the OGBench simulator")
         labels: dict[str, Any] = {key: np.stack([state[key] for state in states]) for key in states[0]}
         relabelling.relabel_dataset(self.tasks[0], self._judge, labels)
@@ -133,7 +132,7 @@ class _PlayEnv(OGBenchEnv):
 
 
 class _Player:
-    """Goes for one goal after the other, with the oracle that each needs."""
+    """Pursues one goal after the other with the matching oracle."""
 
     def __init__(self, env: _PlayEnv, dials: OGBenchDials) -> None:
         self._env, self._dials = env, dials
@@ -158,7 +157,7 @@ class _Player:
 
 
 def _oracles(simulator: Any, dials: OGBenchDials) -> dict[str, Any]:
-    """OGBench's oracles by what they act on."""
+    """OGBench's oracles by object."""
     found = {}
     for thing in ("cube", "button", "drawer", "window"):
         module = load(
@@ -174,7 +173,7 @@ def _oracles(simulator: Any, dials: OGBenchDials) -> dict[str, Any]:
 
 
 def _next_target(simulator: Any) -> dict[str, Any]:
-    """What the oracle is to do next: a task has a goal for every cube, and the lowest unsolved one goes first."""
+    """The oracle's next target: of a task's goals, one per cube, the lowest unsolved one."""
     lie = load("ogbench.manipspace.lie", extra="ogbench", why="the OGBench simulator")
     data, goals = simulator.data, simulator._cube_target_mocap_ids
     solved = simulator._compute_successes()
@@ -196,7 +195,7 @@ def _noisy(action: Float[Array, "5"], noise: float) -> Float[Array, "5"]:
 
 @contextmanager
 def _global_seed(*seeds: int) -> Iterator[None]:
-    """Seed NumPy's global generator, from which the oracles draw, and leave it as it was found."""
+    """Seed NumPy's global generator, which the oracles use, in the block and restore it afterwards."""
     before = np.random.get_state()
     np.random.seed(np.random.SeedSequence(seeds).generate_state(4))
     try:

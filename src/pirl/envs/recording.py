@@ -20,7 +20,7 @@ def act_out(
     pictures: bool = True,
     state_key: str = STATE,
 ) -> Rollout:
-    """Run one episode from its context to its end; `choose` gives the action of each step, and may look at `env`."""
+    """Run one episode from its context to its end; `choose` maps the step to an action and may inspect `env`."""
     env.begin(env.check_context(context))
     seen: list[dict[str, Any]] = []
     actions: list[Array] = []
@@ -42,7 +42,7 @@ def act_out(
 
 
 def as_rollout(context: Context, number: int, episode: Episode, seen: list[dict[str, Any]]) -> Rollout:
-    """An episode with what was seen at each of its steps; an expert decides anew at every one."""
+    """A rollout of an expert, which decides at every step, with the observations of all steps."""
     keys = [key for key, value in seen[0].items() if np.ndim(value) == 3]
     steps = np.arange(len(episode))
     return Rollout(

@@ -81,7 +81,7 @@ LEVELS: Mapping[TabletopLevel, Level] = {
         # never miss a grasp, so nothing in them teaches a policy that does.
         places={"near": ((0.32, 0.16), (0.68, 0.24)), "far": ((0.32, 0.54), (0.68, 0.62))},
         reach=0.15,
-        max_steps=16,
+        max_steps=20,
     ),
 }
 _GRIPPER_AREA: Area = ((0.3, 0.05), (0.7, 0.75))
@@ -216,6 +216,10 @@ class Tabletop:
         for slot, context in zip(slots, contexts, strict=True):
             self._prompts[slot] = context.task
             self._set(slot, draw(self.level, context))
+
+    def hand(self, slot: int, block: int) -> None:
+        """Go on as if the gripper had just grasped this block where it lies."""
+        self._set(slot, {"gripper": self.state.blocks[slot, block], "closed": True, "held": block})
 
     def act(self, slots: Sequence[int], actions: Float[Array, "n A"]) -> Outcomes:
         """One action in each of the slots; the others stand still, and so do those whose episode is over."""

@@ -4,18 +4,19 @@ It moves straight to where it wants to be (with a little noise), stands still fo
 ends the episode with its last release, whatever came of it. An episode has at most one kind of error, drawn from the
 seed: wrong zone, wrong block, a detour over a wrong zone, or a release half-way.
 
-Detours are what separates value learning from imitating successes: they succeed, but too late for a policy. With the
-`stitch` dials every episode errs exactly once. Half of them fetch the wrong block, put it back where it was, and then
-do everything right: too late for a policy. The others fetch the right block at once and deliver it to a wrong zone. So
-no episode succeeds in time, whatever filter chooses among them, and by observed returns the wrong block is the better
-beginning. With the right block in hand nothing tells what happened before: a critic that bootstraps there joins the
-good half of one kind of episode to the good half of the other. (So does a filter of chunks by their own return: after
-the wrong block, the rest of an episode is right.)
+Detours are what separates value learning from imitating successes: they succeed, but too late for a policy.
+
+With the `stitch` dials no episode that begins at the table succeeds: either the right block goes to a wrong zone, or a
+wrong block is fetched. The others begin with the right block in the gripper, as if it had just been grasped there, and
+go to the right zone or to a wrong one. So outcomes tell which zone is right, but not which block: every return of that
+stage is 0. With the block in hand nothing tells how the episode began, so values that bootstrap there carry the success
+of one kind of episode back to the beginning of the other. No choice among episodes or chunks by their outcomes does,
+nor do values of observed returns.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
@@ -30,10 +31,6 @@ OPERATOR_STEPS = 36
 """Steps the operator has; a policy has fewer (`Level.max_steps`)."""
 ARRIVED = 0.03
 """The operator is where it wants to be when it is nearer than this."""
-ASIDE = 0.06
-"""How far from the lower edge a wrong block is carried before it is put back."""
-PAUSE = 5
-"""Steps that it is held there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,9 @@ class Dials(Checked):
     wrong: Share = 0.0
     """Share of episodes that deliver to a wrong zone: a failure."""
     wrong_block: Share = 0.0
-    """Share that takes a wrong block: a failure, unless it is `put_back`."""
+    """Share that takes a wrong block, to the named zone: a failure."""
+    any_zone: bool = False
+    """Whether a wrong block goes to any zone."""
     detour: Share = 0.0
     """Share that carries to a wrong zone first, and then to the right one: a late success."""
     early: Share = 0.0
@@ -52,8 +51,9 @@ class Dials(Checked):
     """Standard deviation of the moves, as a share of the longest; moves that arrive have none."""
     mislabelled: Share = 0.0
     """Share of episodes, of any kind, whose recorded outcome is the wrong one: labels are not always right."""
-    put_back: bool = False
-    """Put a wrong block back where it was and fetch the right one after all: it only costs time."""
+    handed: Share = 0.0
+    """Share that begins with the right block in the gripper, whichever it would have taken; independent of the errors
+    that follow."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,12 +67,12 @@ DEMONSTRATION: Mapping[TabletopLevel, Dials] = {
     "easy": Dials(wrong=0.25, detour=0.25, early=0.08),
     "colours": Dials(wrong=0.15, wrong_block=0.2, detour=0.2, early=0.05),
     "two_blocks": Dials(wrong=0.15, wrong_block=0.15, detour=0.2, early=0.05),
-    "stitch": Dials(wrong=0.5, wrong_block=0.5, put_back=True),
+    "stitch": Dials(wrong=0.4, wrong_block=0.6, any_zone=True, handed=0.6),
 }
 """The imperfect demonstrations of each level."""
 
 _CLOSE, _OPEN = 1.0, -1.0
-_LEGS = PAUSE + 4
+_LEGS = 3
 
 
 class Route(NamedTuple):
@@ -82,6 +82,8 @@ class Route(NamedTuple):
     """Places in order, and whether the gripper closes or opens there; the episode ends with the last."""
     noise: Float[Array, "T 2"]
     """Noise added to each move."""
+    handed: int | None
+    """The block in the gripper at the start."""
 
 
 def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) -> Route:
@@ -89,23 +91,23 @@ def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) 
     state = table.state
     blocks, zones = state.blocks[slot].astype(float), state.zones[slot].astype(float)
     right_block, right_zone = int(state.block[slot]), int(state.zone[slot])
-    choice, _, share = rng.random(), rng.random(), rng.uniform(0.4, 0.6)  # a draw that nothing needs any more
+    choice, handed, share = rng.random(), rng.random() < dials.handed, rng.uniform(0.4, 0.6)
     other_zone = (right_zone + int(rng.integers(1, len(zones)))) % len(zones)
     other_block = (right_block + int(rng.integers(1, max(len(blocks), 2)))) % len(blocks)
     noise = dials.noise * rng.standard_normal((OPERATOR_STEPS, 2))
+    any_zone = int(rng.integers(len(zones)))
 
     edges = np.cumsum([dials.wrong, dials.detour, dials.early, dials.wrong_block])
     wrong, detour, early, wrong_block = np.arange(4) == np.searchsorted(edges, choice, side="right")
-    first, block = blocks[other_block], blocks[other_block if wrong_block and not dials.put_back else right_block]
-    zone = zones[other_zone if wrong else right_zone]
+    strays = wrong_block and not handed
+    block = blocks[other_block if strays else right_block]
+    zone = zones[other_zone if wrong else any_zone if strays and dials.any_zone else right_zone]
 
-    back = [(*first, _CLOSE), *[(first[0], ASIDE, _CLOSE)] * PAUSE, (*first, _OPEN)]
-    route = back if wrong_block and dials.put_back else []
-    route.append((*block, _CLOSE))
+    route = [] if handed else [(*block, _CLOSE)]
     if detour:
         route.append((*zones[other_zone], _CLOSE))
     route.append((*(block + share * (zone - block) if early else zone), _OPEN))
-    return Route(np.array(route), noise)
+    return Route(np.array(route), noise, right_block if handed else None)
 
 
 class Operator:
@@ -127,7 +129,7 @@ class Operator:
         there = distance < ARRIVED
         noise = self._noise[slots, state.steps[slots]] * (distance > SPEED)
         move = np.where(there, 0.0, np.clip(offset / np.maximum(distance, SPEED) + noise, -1, 1))
-        before = np.where(leg > 0, self._routes[slots, leg - 1, 2], _OPEN)
+        before = np.where(leg > 0, self._routes[slots, leg - 1, 2], np.where(state.closed[slots], _CLOSE, _OPEN))
         grip = np.where(there[:, 0], goal[:, 2], before)
         self._leg[slots] += there[:, 0]
         actions = np.concatenate([move, grip[:, None]], axis=1, dtype=np.float32)
@@ -149,10 +151,11 @@ def demonstrate(
     if dials.wrong_block and table.level.blocks < 2:
         raise ConfigError(f"wrong_block is {dials.wrong_block} at level {config.level!r}", hint="it has one block only")
     table.begin(range(table.size), contexts)
-    operator = Operator(
-        table,
-        [plan(table, slot, dials=dials, rng=np.random.default_rng((seed, slot))) for slot in range(table.size)],
-    )
+    plans = [plan(table, slot, dials=dials, rng=np.random.default_rng((seed, slot))) for slot in range(table.size)]
+    for slot, one in enumerate(plans):
+        if one.handed is not None:
+            table.hand(slot, one.handed)
+    operator = Operator(table, plans)
     live = np.arange(table.size)
     columns: dict[str, list[Array]] = {}
     while len(live):
@@ -188,7 +191,7 @@ def _split(columns: dict[str, Array], contexts: Sequence[Context]) -> list[Rollo
     rollouts = []
     for number, context in enumerate(contexts):
         steps = {name: values[number] for name, values in parts.items()}
-        low = {name: steps[name] for name in ("actions", "rewards", "terminated", "truncated")}
+        low: dict[str, Any] = {name: steps[name] for name in ("actions", "rewards", "terminated", "truncated")}
         every = np.arange(len(steps["slot"]))
         rollouts.append(
             Rollout(

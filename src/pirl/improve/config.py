@@ -1,4 +1,4 @@
-"""Settings of the improvement loop, a YAML file. No jax here."""
+"""Settings of the improvement loop, read from YAML. Does not import jax."""
 
 import string
 from dataclasses import dataclass

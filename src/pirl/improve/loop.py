@@ -1,9 +1,9 @@
-"""The improvement loop. Each part of a generation leaves a file when it is done, so the same call resumes after any
+"""The improvement loop. Each part of a generation writes a file when it is done, so the same call resumes after any
 interruption.
 
     generation k:  collect -> label -> train -> held-out check -> blind comparison -> promote, keep or roll back
 
-Recordings are parts of their own: a dataset holds whole episodes only, and the loop asks for those that are missing.
+Recording resumes within a part: a dataset holds only complete episodes, and the loop requests the missing ones.
 """
 
 import os
@@ -28,7 +28,7 @@ from pirl.rollout.record import num_recorded
 
 Say = Callable[[str], None]
 _POLL_SECONDS = 1.0
-"""How often the loop looks for recordings of an operator."""
+"""Seconds between checks for an operator's recordings."""
 API_KEY = "PIRL_API_KEY"
 """Environment variable with the key that robots must send, as for `pirl serve`."""
 _APART = 10_000
@@ -36,11 +36,11 @@ _APART = 10_000
 
 
 class WaitingForLabelsError(PirlError):
-    """Recordings without labels."""
+    """Episodes are recorded but have no outcome yet."""
 
 
 def improve(config: LoopConfig, say: Say = print) -> State:
-    """Run the generations that are missing."""
+    """Run all unfinished generations; returns the final state."""
     config.path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(config.path / ".lock", timeout=0)
     try:
@@ -96,7 +96,7 @@ def _generation(config: LoopConfig, now: State, say: Say) -> State:
 
 
 def _collect(config: LoopConfig, now: State, folder: Path, doing: Say) -> dict[str, Any]:
-    """Episodes of the current policy, and what is known of them."""
+    """Collect and label episodes of the current policy; returns counts of episodes, successes and corrections."""
     if (done := state.read_part(folder, "collected")) is not None:
         return dict(done)
     dataset, first = folder / "episodes", 2 * now.number * _APART
@@ -124,7 +124,7 @@ def _collect(config: LoopConfig, now: State, folder: Path, doing: Say) -> dict[s
 def _operate(
     config: LoopConfig, dataset: Path, inits: list[int], address: str, folder: Path, *, purpose: str, say: Say
 ) -> None:
-    """Have the robot run and record an episode from each of these initial states."""
+    """Run and record one episode from each initial state: by the robot's command, or by waiting for an operator."""
     wanted = num_recorded(dataset) + len(inits)
     if config.robot is None:
         say(f"start the robot: policy server {address}, record {len(inits)} episodes to {dataset}")
@@ -148,7 +148,7 @@ def _operate(
 
 
 def _classify(config: LoopConfig, now: State, folder: Path, dataset: Path, doing: Say) -> None:
-    """Labels of the classifier, for what has no outcome yet."""
+    """Let the classifier label episodes without an outcome, if configured."""
     if config.classifier is None or None not in inspect_dataset(dataset).success:
         return
     learn = [*config.demonstrations, *map(str, recordings(config.path, now.number - 1))]
@@ -159,7 +159,7 @@ def _classify(config: LoopConfig, now: State, folder: Path, dataset: Path, doing
 
 
 def read_outcomes(dataset: Path) -> list[bool]:
-    """Success of every episode, recorded or labelled; raises with the command for missing labels."""
+    """Success of every episode, recorded or labelled; raises WaitingForLabelsError if any is missing."""
     success = inspect_dataset(dataset).success
     missing = [index for index, known in enumerate(success) if known is None]
     if missing:
@@ -171,7 +171,7 @@ def read_outcomes(dataset: Path) -> list[bool]:
 
 
 def _train(config: LoopConfig, now: State, folder: Path, doing: Say) -> str:
-    """The candidate: from the base, on the demonstrations and every episode recorded so far."""
+    """Train the candidate from `now.base` on demonstrations and all recorded episodes; returns its checkpoint."""
     if (done := state.read_part(folder, "trained")) is not None:
         return str(done["checkpoint"])
     datasets = [*config.demonstrations, *map(str, recordings(config.path, now.number))]
@@ -182,16 +182,15 @@ def _train(config: LoopConfig, now: State, folder: Path, doing: Say) -> str:
         *("--exp-name", name, "--init-weights", now.base, "--seed", str(config.seed + now.number)),
         *("--checkpoint.base-dir", str(runs), "--data-path", *datasets),
         *config.train,
+        *("--resume", "auto"),  # a run that ended before its first checkpoint starts again
     )
-    if list(runs.glob(f"*/{name}")):
-        command.append("--resume")
     doing(f"train from {now.base} on {len(datasets)} datasets")
     processes.run(command, folder / "train.log")
     return str(state.write_part(folder, "trained", {"checkpoint": str(newest_step(runs, name))})["checkpoint"])
 
 
 def recordings(folder: Path, number: int) -> list[Path]:
-    """Everything the robot recorded up to a generation: collections and, of earlier ones, comparisons."""
+    """Datasets with episodes from generations 1 to `number`: collections and comparisons."""
     found = []
     for generation in range(1, number + 1):
         place = folder / "generations" / f"{generation:03d}"
@@ -228,7 +227,7 @@ def _compare(config: LoopConfig, now: State, candidate: str, folder: Path, doing
     dataset, first = folder / "comparison", (2 * now.number + 1) * _APART
     secret = state.read_part(folder, "assignment")
     if secret is None:
-        plan = {"block": config.block, "episodes": config.comparison}  # later changes are for the next comparison
+        plan = {"block": config.block, "episodes": config.comparison}  # fixed for this comparison
         secret = state.write_part(folder, "assignment", {"seed": secrets.randbits(32), **plan})
     assignment = Assignment(**secret)
     outcomes = read_outcomes(dataset) if num_recorded(dataset) else []

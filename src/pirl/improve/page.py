@@ -1,4 +1,4 @@
-"""The loop's page: one self-contained HTML file, rewritten after every event."""
+"""The loop's status page: one self-contained HTML file, rewritten at every change."""
 
 import math
 from datetime import datetime
@@ -20,7 +20,7 @@ th, td { border-bottom: 1px solid #ccc; vertical-align: top } .number { font-var
 
 
 def write(config: LoopConfig, now: State, *, doing: str) -> None:
-    """Replace the page."""
+    """Write the page atomically. `doing`: the current activity."""
     write_text(config.path / FILE, render(config, now, doing=doing))
 
 

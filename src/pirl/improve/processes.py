@@ -15,7 +15,7 @@ from typing import IO
 from pirl.errors import PirlError
 
 START_SECONDS = 1800.0
-"""Time for a server to load and compile."""
+"""Longest time in seconds for a server to load and compile."""
 _TAIL = 20
 _LAUNCHER = (
     sys.executable,
@@ -24,7 +24,7 @@ _LAUNCHER = (
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, 15)\n"  # PR_SET_PDEATHSIG, SIGTERM
     "os.execvp(sys.argv[1], sys.argv[1:])",
 )
-"""Starts a command that is told to end when this process does, however it ends. `preexec_fn` is unsafe with threads."""
+"""Starts a command that gets SIGTERM when this process dies for any reason (Linux); `preexec_fn` is not thread-safe."""
 
 
 class ProcessError(PirlError):
@@ -32,7 +32,7 @@ class ProcessError(PirlError):
 
 
 def run(command: Sequence[str], log: Path) -> None:
-    """Run a command to its end; its output is added to `log`."""
+    """Run a command to completion, appending its output to `log`; raises ProcessError if it fails."""
     with log.open("ab") as output:
         output.write(f"\n$ {shlex.join(command)}\n".encode())
         output.flush()
@@ -50,13 +50,13 @@ def run(command: Sequence[str], log: Path) -> None:
 
 
 def pirl(*words: str) -> list[str]:
-    """The command line of a verb, with this interpreter."""
+    """The command line of a pirl command, with this interpreter."""
     return [sys.executable, "-m", "pirl", *words]
 
 
 @contextmanager
 def serving(checkpoint: str, words: Sequence[str], *, host: str, port: int, log: Path) -> Iterator[str]:
-    """`pirl serve` while the block runs; its address on this machine."""
+    """Run `pirl serve` inside the context; yields its local address once it is healthy."""
     port = port or free_port()
     command = pirl("serve", checkpoint, "--host", host, "--port", str(port), *words)
     with log.open("ab") as output:
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 
 def fill(command: str, values: Mapping[str, str]) -> list[str]:
-    """The words of a robot's command, with the placeholders filled: a value is never split into words."""
+    """Split the robot's command into words, then fill the placeholders, so that values are never split."""
     return [word.format_map(values) for word in shlex.split(command)]
 
 

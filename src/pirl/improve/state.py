@@ -1,4 +1,4 @@
-"""The loop's state: finished generations, and files that mark the finished parts of the running one."""
+"""The loop's state: finished generations, and files that mark finished parts of the current one."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -19,19 +19,19 @@ class Generation:
     """A finished generation."""
 
     number: int
-    """From 1."""
+    """Number, from 1."""
     policy: str
-    """The robot's policy during it, which collected."""
+    """Checkpoint of the robot's policy during it, which collected."""
     candidate: str
-    """The trained checkpoint."""
+    """Checkpoint of the trained candidate."""
     collected: dict[str, Any]
-    """Episodes, successes, and interventions of the collection."""
+    """Numbers of collected episodes, successes and corrected episodes."""
     held_out: dict[str, Any] | None
-    """Success of the candidate in `pirl eval`."""
+    """The candidate's success in `pirl eval`, if configured."""
     comparison: dict[str, Any] | None
-    """Result of the blind comparison; None if the held-out check made it unnecessary."""
+    """Result of the blind comparison; None if the held-out check already failed."""
     decision: Decision
-    """The decision."""
+    """The outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +39,20 @@ class State:
     """The loop between two generations."""
 
     policy: str
-    """The robot's policy."""
+    """Checkpoint of the robot's policy."""
     base: str
     """The checkpoint the next candidate is trained from."""
     finished: tuple[Generation, ...] = field(default=())
-    """In order."""
+    """Finished generations, in order."""
 
     @property
     def number(self) -> int:
-        """The generation that runs next."""
+        """Number of the next generation."""
         return len(self.finished) + 1
 
 
 def read(folder: Path, *, start: str) -> State:
-    """The state, or that of a loop that begins."""
+    """Read the state; without a file, the initial state with the policy `start`."""
     file = folder / STATE_FILE
     if not file.exists():
         return State(policy=start, base=start)
@@ -67,17 +67,17 @@ def read(folder: Path, *, start: str) -> State:
 
 
 def write(folder: Path, state: State) -> None:
-    """Replace the state, all or nothing."""
+    """Write the state atomically."""
     write_text(folder / STATE_FILE, json_text(asdict(state)))
 
 
 def read_part(folder: Path, name: str) -> Any:
-    """The result of a finished part of a generation; None if it is not finished."""
+    """The stored result of a generation's part; None if the part is not done."""
     file = folder / f"{name}.json"
     return json.loads(file.read_text("utf-8")) if file.exists() else None
 
 
 def write_part(folder: Path, name: str, content: Any) -> Any:
-    """Mark a part as done; returns its result as a later call will read it."""
+    """Store a part's result, which marks it as done; returns it as read back from JSON."""
     write_text(folder / f"{name}.json", json_text(content))
     return read_part(folder, name)

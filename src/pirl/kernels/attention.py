@@ -1,7 +1,7 @@
-"""Attention by a fused kernel: no materialised logits, except for one layer in a backward pass with large heads. Each
-model keeps the plain form as reference.
+"""Fused attention without materialised logits (in the backward pass of large heads: one layer's at a time). Each model
+keeps the plain form as reference.
 
-A kernel takes a number of keys per sample, not a mask: real keys come first (`real_first`). That loses nothing, since
+A kernel takes a number of keys per sample, not a mask, so real keys must come first (`real_first`). This is exact:
 attention does not depend on the order of keys once positions are applied to them.
 """
 
@@ -24,20 +24,20 @@ class Partial(NamedTuple):
     """Attention over a part of the keys."""
 
     out: Float[Array, "... h"]
-    """The average of their values."""
+    """Softmax-weighted average of the subset's values."""
     norm: Float[Array, "..."]
-    """Logarithm of the sum that the average was divided by, in float32."""
+    """Log-sum-exp of the subset's logits, in float32."""
 
 
 LARGE = 128
-"""Dimensions of a head beyond which cuDNN's backward pass is not used."""
+"""Above this head size, use our own backward pass instead of cuDNN's (see `_backward`)."""
 HOPPER = (9, 0)
 OLDEST = (8, 0)
-"""First generation with bfloat16 kernels."""
+"""First compute capability with bfloat16 kernels."""
 
 
 def kernel(config: Pi0Config, head_dim: int, tokens: int = 0) -> Kernel | None:
-    """The fused kernel to use for heads of this size and so many tokens, or None for plain attention."""
+    """The fused kernel for this head size and number of tokens, or None for plain attention."""
     if config.attention in ("plain", "xla"):
         return "xla" if config.attention == "xla" else None
     obstacle = _obstacle(config.dtype, head_dim, tokens, cuda_capability())
@@ -49,12 +49,12 @@ def kernel(config: Pi0Config, head_dim: int, tokens: int = 0) -> Kernel | None:
 
 
 def cuda_capability() -> tuple[int, int] | None:
-    """Generation of the NVIDIA GPU that programs run on; None without one."""
+    """Compute capability of the local NVIDIA GPU; None without one."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return None
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    # AMD's name their generation otherwise ("gfx942").
+    # AMD GPUs report another format ("gfx942").
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
@@ -80,7 +80,7 @@ def fused(
     scale: float = 1.0,
     lengths: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B T n h"]:
-    """Every query attends to its sample's first `lengths` keys, or to all; query heads share key heads in groups."""
+    """Grouped-query attention to each sample's first `lengths` keys, or to all of them."""
     if how == "cudnn" and q.shape[-1] <= LARGE:
         return jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation=how)
     return _attended(how, scale, q, k, v, lengths)
@@ -93,14 +93,14 @@ def _attended(how: Kernel, scale: float, q: Array, k: Array, v: Array, lengths: 
 
 def _forward(how: Kernel, scale: float, q: Array, k: Array, v: Array, lengths: Array | None) -> tuple[Array, Any]:
     part = partial(how, q, k, v, lengths, scale=scale)
-    keep = checkpoint_name if how == "cudnn" else kept  # a kernel's output is not a product that could be made twice
+    keep = checkpoint_name if how == "cudnn" else kept  # XLA cannot duplicate a kernel's output as it does a matmul's
     part = Partial(*(keep(x, "attention") for x in part))
     return part.out, (q, k, v, lengths, part)
 
 
 def _backward(how: Kernel, scale: float, seen: Any, d_out: Array) -> tuple[Array, Array, Array, None]:
-    """Logits in memory, one layer's at a time, and products. With large heads cuDNN's own takes longer, and adds the
-    gradients of queries up in any order: no run would be the same twice.
+    """Backward pass as matmuls with one layer's logits in memory. For large heads cuDNN's own is slower, and it sums
+    query gradients in nondeterministic order.
     """
     q, k, v, lengths, part = seen
     q, d_out, out = (grouped(x, k) for x in (q, d_out, part.out))
@@ -112,7 +112,7 @@ def _backward(how: Kernel, scale: float, seen: Any, d_out: Array) -> tuple[Array
     d_probs = jnp.einsum("btkgh,bskh->bktgs", d_out, v, preferred_element_type=jnp.float32)
     mean = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)[..., None]
     d_logits = (probs * (d_probs - mean) * scale).astype(q.dtype)
-    # Dimensions in the order in which a product leaves them; asked for in another, it would be of the transposed.
+    # Ask for the axis order a matmul produces and transpose after; otherwise XLA transposes the operands.
     d_q = jnp.einsum("bktgs,bskh->bktgh", d_logits, k).swapaxes(1, 2)
     d_k = jnp.einsum("bktgs,btkgh->bksh", d_logits, q).swapaxes(1, 2)
     d_v = jnp.einsum("bktgs,btkgh->bksh", probs.astype(v.dtype), d_out).swapaxes(1, 2)
@@ -131,9 +131,9 @@ def partial(
     *,
     scale: float = 1.0,
 ) -> Partial:
-    """Attention over some of the keys (the first `lengths`, or all), to be `merged` with others. No gradients."""
+    """Attention over a subset of the keys (its first `lengths`, or all), to be `merged` with others. No gradients."""
     if how == "cudnn":
-        # jax.nn's own function rounds the normaliser to bfloat16, which is off by up to 3 % after the exponential.
+        # jax.nn's own function rounds the log-sum-exp to bfloat16: up to 3 % off after the exponential.
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
         masked: dict[str, Any] = {}
@@ -159,23 +159,23 @@ def _real(k: Float[Array, "B S K h"], lengths: Int[Array, "B"]) -> Bool[Array, "
 
 
 def merged(first: Partial, second: Partial) -> Float[Array, "... h"]:
-    """Attention over the keys of both parts."""
+    """Attention over the union of both parts' keys."""
     share = jax.nn.sigmoid(first.norm - second.norm)[..., None]
     out = share * first.out.astype(jnp.float32) + (1 - share) * second.out.astype(jnp.float32)
     return out.astype(first.out.dtype)
 
 
 def lengths(mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
-    """Number of real keys. At least one: without any key a softmax has nothing to be taken over."""
+    """Number of real keys per sample; at least 1, because a softmax over no keys is undefined."""
     return jnp.maximum(mask.sum(-1), 1).astype(jnp.int32)
 
 
 def real_first(x: Float[Array, "B P W"], mask: Bool[Array, "B P"]) -> tuple[Array, Array]:
-    """Tokens and mask with the real ones in front, otherwise in their order."""
+    """Tokens and mask, stably sorted so that real ones come first."""
     order = jnp.argsort(~mask, axis=1, stable=True)
 
     def taken(row: Array, order: Array) -> Array:
-        # A permutation: its backward pass is one too, and needs no atomic additions.
+        # Indices are a permutation; saying so lets the backward pass do without atomic additions.
         return row.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
     return jax.vmap(taken)(x, order), jax.vmap(taken)(mask, order)

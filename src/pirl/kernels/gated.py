@@ -1,11 +1,11 @@
 """The first half of a gated feed-forward, gelu(x gate) * (x up), as one kernel for Hopper GPUs.
 
-The compiler makes two products of it and something between them, so that both products go to memory and come back.
-Here they stay in registers until they have been multiplied. It is for passes that need no gradients, for those keep
-both products anyway: differentiated, it is the plain form that is differentiated.
+XLA emits two matmuls and an elementwise kernel, so both products go through memory. Here they stay in registers until
+they are multiplied. Only for passes without gradients, which would store both products anyway: the derivative is that
+of the plain form.
 
-Each block of the GPU takes one tile of the result after the other. Two of its warpgroups hold half of a tile's rows
-each, of both products; the third fetches what they multiply next.
+Each thread block computes one tile of the result after the other. Two of its warpgroups each accumulate both products
+for half of the tile's rows; the third prefetches their operands.
 """
 
 import warnings
@@ -26,13 +26,13 @@ from pirl.models.config import Pi0Config
 
 WORKERS = 2
 ROWS, COLUMNS, INNER = 128, 128, 64
-"""Of a tile of the result, and of what is multiplied at a time."""
+"""A tile is ROWS x COLUMNS of the result; each step multiplies INNER of the inner dimension."""
 AHEAD = 4
-"""Times that much is on its way or waiting in shared memory."""
+"""Pipeline depth: steps in flight or waiting in shared memory."""
 STORED = 64
-"""Columns that leave a warpgroup at a time, through one of two places in shared memory."""
+"""Columns that a warpgroup stores at a time, through two alternating buffers in shared memory."""
 SNAKE = 8
-"""Neighbouring tiles are computed at about the same time, in stripes of so many: they read the same again."""
+"""Tiles run in stripes of this many, so that concurrent tiles are neighbours and share operands in cache."""
 ROOT_TWO_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
 
 _planned: ContextVar[bool] = ContextVar("planned", default=False)
@@ -40,8 +40,8 @@ _planned: ContextVar[bool] = ContextVar("planned", default=False)
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """While a program is traced inside, on whatever machine: as on a GPU that has the kernel, with the plain form in
-    its place (`gated_stand_in`).
+    """Trace programs on any machine as on a GPU that has the kernel, with the plain form in its place
+    (`gated_stand_in`). For the memory planner.
     """
     token = _planned.set(True)
     try:
@@ -51,7 +51,7 @@ def standing_in() -> Iterator[None]:
 
 
 def possible(config: Pi0Config) -> bool:
-    """Are such kernels to be used here? On one device: the compiler cannot divide them among several."""
+    """Whether to use the kernel here. Single device only: XLA cannot partition it."""
     wanted = config.attention in ("auto", "cudnn") and config.dtype == "bfloat16"
     here = wanted and attention.cuda_capability() == attention.HOPPER and jax.device_count() == 1
     return _planned.get() or (here and compiles())
@@ -73,26 +73,26 @@ def compiles() -> bool:
 
 
 def fits(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> bool:
-    """Does everything come in whole tiles? (x, gate, up), or (x, both side by side)."""
+    """Whether all sizes are multiples of the tiles. Weights: gate and up, or one array with both side by side."""
     rows, inner, columns = x.size // x.shape[-1], x.shape[-1], _columns(weights)
     whole = not (rows % ROWS or inner % INNER or columns % COLUMNS) and inner // INNER >= AHEAD
     return whole or _planned.get()
 
 
 def activated(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """GELU by tanh, as in Gemma."""
+    """gelu(gate) * up, with the tanh approximation as in Gemma."""
     return jax.nn.gelu(gate, approximate=True) * up
 
 
 def plain(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Array, "... O"]:
-    """The same by the compiler."""
+    """The reference, compiled by XLA."""
     products = jnp.split(x @ weights[0], 2, axis=-1) if len(weights) == 1 else [x @ w for w in weights]
     return activated(*(kept(x, name) for x, name in zip(products, ("gate", "up"), strict=True)))
 
 
 @jax.custom_jvp
 def product(x: Float[Array, "... W"], *weights: Float[Array, "W _"]) -> Float[Array, "... O"]:
-    """gelu(x gate) * (x up) of (x, gate, up), or of (x, both side by side)."""
+    """gelu(x gate) * (x up). Weights: gate and up, or one array with both side by side."""
     return (gated_stand_in if _planned.get() else gated_kernel)(x, *weights)
 
 
@@ -118,13 +118,13 @@ def _columns(weights: tuple[Array, ...]) -> int:
 
 
 def _swizzled(gpu: Any, width: int) -> tuple[Any, ...]:
-    """How so many bfloat16 lie side by side in shared memory, so that no two threads use the same bank."""
+    """Shared-memory layout for rows of `width` bfloat16 numbers, free of bank conflicts."""
     size = gpu.find_swizzle(width * 16)
     return gpu.TilingTransform((8, size // 2)), gpu.SwizzleTransform(size)
 
 
 def _pipeline(gpu: Any, inner: int, step: Any, around: Any) -> Any:
-    """Of rows of x and columns of both weights: `step` for each part that has been fetched, `around` all steps."""
+    """The loop over the inner dimension: `step` runs on each prefetched part, `around` wraps the loop."""
 
     def fetched(shape: tuple[int, int], at: Any) -> Any:
         return gpu.BlockSpec(shape, at, transforms=_swizzled(gpu, INNER), memory_space=gpu.SMEM)
@@ -143,7 +143,7 @@ def _pipeline(gpu: Any, inner: int, step: Any, around: Any) -> Any:
 
 
 def in_tiles(x: Float[Array, "T W"], *weights: Float[Array, "W _"], interpret: Any = None) -> Float[Array, "T O"]:
-    """The kernel. `interpret` runs it on a CPU."""
+    """The Mosaic kernel; `interpret` runs it on a CPU."""
     import jax.experimental.pallas as pl
     from jax.experimental.pallas import mosaic_gpu
 

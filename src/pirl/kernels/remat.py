@@ -1,4 +1,4 @@
-"""Scans over blocks, and rematerialisation of each in the backward pass."""
+"""Scan over transformer blocks with rematerialisation in the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ Block = Callable[..., Any]
 At = Callable[..., Array]
 
 SAVED_NAMES = ("gate", "up", "qkv", "attention", "attended", "vision_qkv", "vision_up", "vision_attended")
-"""Names under which the projections that cost most to recompute are `kept`."""
+"""Checkpoint names of the projections that are most expensive to recompute (see `kept`)."""
 FUSED_FORWARD = "dot_product_attention_fwd_wrapper"
-"""jax's name for the primitive of cuDNN's forward pass: what it leaves is kept too."""
+"""jax's primitive for cuDNN's forward pass, whose residuals are saved too."""
 
 
 def over_layers(
@@ -29,15 +29,14 @@ def over_layers(
     *,
     view: Callable[[Any, At], Any] = lambda layers, at: jax.tree.map(at, layers),
 ) -> tuple[Any, Any]:
-    """(last carry, stacked outputs) of block(carry, layer, its part of `along`): a scan over layers that are stacked,
-    with their matrices in the given type.
+    """Scan block(carry, layer, along[i]) over stacked layers with matrices cast to `dtype`; (last carry, outputs).
 
-    `along` is what else there is for each layer; where it is shorter than the layers are, the last ones are left out.
-    `view` is what the block sees of a layer, in terms of `at(weights)`, or of `at(weights, i)` for a part of them: then
-    gradients of the parts are written one by one, each in place.
+    `along` is a pytree of per-layer inputs. Its leading axis sets the number of layers to run, so a shorter one skips
+    the last layers. `view` builds the layer that the block sees from `at(weights)`, or from `at(weights, i)` for slice
+    i, whose gradient is then written in place.
 
-    A list of layers is for inference, where it spares the scan's copy of each layer's weights: blocks follow one
-    another in the program, and nothing is recomputed because there is no backward pass.
+    A list of layers is for inference: blocks are unrolled, which saves the scan's copy of each layer's weights, and
+    nothing is rematerialised because there is no backward pass.
     """
     count = len(jax.tree.leaves(along)[0])
     if isinstance(layers, list):
@@ -46,9 +45,9 @@ def over_layers(
             carry, out = block(carry, layer, layer_at(along, number))
             outs.append(out)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
-    # Each turn takes its layer out of the whole and casts it: taken out of what was cast before, it would be copied
-    # once more. What is scanned over is never read, and only brings gradients back, in the type of the products, which
-    # are no more exact than that. What is frozen is kept in bfloat16 and has none.
+    # Each iteration slices its layer out of the closed-over stack and then casts it: slicing a stack that was cast
+    # before costs another copy. The scanned `places` are never read; they only carry gradients back, in the dtype of
+    # the matmuls, which are no more precise. Frozen weights (bfloat16) need no gradient.
     whole = jax.tree.map(lambda w: w if w.dtype == jnp.bfloat16 else jax.lax.stop_gradient(w), layers)
     stacks, structure = jax.tree.flatten(view(layers, lambda w, *i: w[(slice(count), *i)]))
     places = [None if w.dtype == jnp.bfloat16 else in_type(w, dtype) for w in stacks]
@@ -64,7 +63,7 @@ def over_layers(
 
 @jax.custom_vjp
 def _taken(weight: Array, scanned: Array) -> Array:
-    """The weight, with its gradient sent to what stands for it in the scan."""
+    """The weight, with its gradient redirected to its placeholder in the scan."""
     return weight
 
 
@@ -72,31 +71,31 @@ _taken.defvjp(lambda weight, scanned: (weight, None), lambda _, gradient: (jnp.z
 
 
 def kept(x: Array, name: str) -> Array:
-    """The same, kept under a name.
+    """x, saved for the backward pass under a checkpoint name (if the policy saves that name).
 
-    What is kept is its negative. A product that the loop keeps as it is would be computed twice on a GPU: once written
-    in place, once for its present reader. Twice negated, nothing is left of it for the latter.
+    Saves -x: on a GPU XLA would compute a saved product twice, once in place in the loop's stack and once for its
+    reader in the forward pass. Negation prevents that, and the second one cancels it for the reader.
     """
     return -checkpoint_name(-x, name)
 
 
 def layer_at(layers: Any, number: Any) -> Any:
-    """One of the layers, of a list or stacked."""
+    """Layer `number` of a list or of stacked layers."""
     return layers[number] if isinstance(layers, list) else jax.tree.map(lambda x: x[number], layers)
 
 
 def in_type(stacked: Any, dtype: jnp.dtype) -> Any:
-    """Stacked layers with their matrices in the type they are multiplied in; vectors (norms, biases) as they are."""
+    """Stacked layers with matrices cast to the matmul dtype; vectors (norms, biases) stay as they are."""
     return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, stacked)
 
 
 def rematerialised(block: Block, remat: Remat) -> Block:
-    """The block, keeping for its backward pass only what the setting allows."""
+    """The block under `jax.checkpoint` with the setting's policy."""
     if remat == "none":
         return block
     policies = jax.checkpoint_policies
     policy = {
-        "auto": policies.nothing_saveable,  # where nobody has chosen, what fits best
+        "auto": policies.nothing_saveable,  # not resolved by training: use the least memory
         "full": policies.nothing_saveable,
         "dots": policies.dots_with_no_batch_dims_saveable,
         "names": policies.save_from_both_policies(policies.save_only_these_names(*SAVED_NAMES), _fused_attention),
@@ -106,5 +105,5 @@ def rematerialised(block: Block, remat: Remat) -> Block:
 
 
 def _fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keep what a fused kernel leaves: its output alone would not do, the backward kernel needs the normaliser too."""
+    """Save all residuals of the fused kernel: its backward pass needs the normaliser besides the output."""
     return bool(primitive.name == FUSED_FORWARD)

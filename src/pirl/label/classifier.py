@@ -2,8 +2,8 @@
 
     p(x) = 1 / (1 + exp(-(w·z + b))),  z = (x - mean)/std      min Σ_i log(1 + exp(-y_i (w·z_i + b))) + λ/2 ‖w‖²
 
-Scores of labelled episodes come from K folds: each is scored by a model that has not seen it. On them the thresholds
-are chosen above (and below) which so many of the episodes are successes (failures).
+Labelled episodes are scored by K-fold cross-validation. On these held-out scores the thresholds are chosen, above
+(below) which the required share of episodes are successes (failures).
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float, Int
 from pirl.errors import DataError
 
 STRENGTH = 1.0
-"""λ. Features are standardised, and there are more of them than episodes."""
+"""λ, for standardised features. There are more features than episodes, so the fit must be regularised."""
 FOLDS = 5
 LEAST = 5
 """Fewest episodes on one side of a threshold for an estimate of precision."""
 
 
 class Logistic(NamedTuple):
-    """A fitted model."""
+    """A fitted logistic regression."""
 
     mean: Float[np.ndarray, "D"]
     std: Float[np.ndarray, "D"]
@@ -29,27 +29,27 @@ class Logistic(NamedTuple):
     bias: float
 
     def scores(self, x: Float[np.ndarray, "E D"]) -> Float[np.ndarray, "E"]:
-        """The probability of success of each episode."""
+        """Probability of success per episode."""
         return _sigmoid((x - self.mean) / self.std @ self.weight + self.bias)
 
 
 class Thresholds(NamedTuple):
-    """From which score on an episode is called what; None where no score is trusted that far."""
+    """Scores from which an episode is labelled success or failure; None if no threshold reaches the precision."""
 
     success: float | None
     failure: float | None
 
     def call(self, score: float) -> bool | None:
-        """Label of an episode with this score; None: a person has to look."""
+        """The label for a score; None leaves the episode to a person."""
         if self.success is not None and score >= self.success:
             return True
         return False if self.failure is not None and score <= self.failure else None
 
 
 def fit(x: Float[np.ndarray, "E D"], y: Bool[np.ndarray, "E"], strength: float = STRENGTH) -> Logistic:
-    """The one optimum, by Newton's method in the span of the episodes."""
+    """The unique optimum, by Newton's method in the span of the episodes' features."""
     mean, std = x.mean(0), x.std(0)
-    std = np.where(std > 1e-6 * np.maximum(np.abs(mean), 1.0), std, np.inf)  # a constant says nothing
+    std = np.where(std > 1e-6 * np.maximum(np.abs(mean), 1.0), std, np.inf)  # constant features get weight 0
     z = (x - mean) / std
     left, size, right = np.linalg.svd(z, full_matrices=False)
     rows = np.concatenate([left * size, np.ones((len(z), 1))], axis=1)
@@ -60,14 +60,14 @@ def fit(x: Float[np.ndarray, "E D"], y: Bool[np.ndarray, "E"], strength: float =
         gradient = rows.T @ (p - y) + penalty * found
         curvature = (rows * (p * (1 - p))[:, None]).T @ rows + np.diag(penalty)
         step = np.linalg.solve(curvature, gradient)
-        found = found - step / max(1.0, float(np.linalg.norm(step)) / 10)  # no wild first steps
+        found = found - step / max(1.0, float(np.linalg.norm(step)) / 10)  # limit the first steps
         if np.abs(step).max() < 1e-9:
             break
     return Logistic(mean, std, right.T @ found[:-1], float(found[-1]))
 
 
 def folds(y: Bool[np.ndarray, "E"], count: int, seed: int = 0) -> Int[np.ndarray, "E"]:
-    """The fold of each episode: successes and failures are dealt out evenly, in random order."""
+    """The fold of each episode: random, stratified by outcome."""
     rng, found = np.random.default_rng(seed), np.zeros(len(y), int)
     dealt = np.concatenate([rng.permutation(np.flatnonzero(y == kind)) for kind in (True, False)])
     found[dealt] = np.arange(len(y)) % count
@@ -77,7 +77,7 @@ def folds(y: Bool[np.ndarray, "E"], count: int, seed: int = 0) -> Int[np.ndarray
 def held_out_scores(
     x: Float[np.ndarray, "E D"], y: Bool[np.ndarray, "E"], *, count: int = FOLDS, strength: float = STRENGTH
 ) -> Float[np.ndarray, "E"]:
-    """Each episode's score by a model of the other folds."""
+    """Each episode's score by a model fitted on the other folds."""
     if min(y.sum(), (~y).sum()) < 2:
         raise DataError(
             f"{int(y.sum())} successes and {int((~y).sum())} failures are known: a classifier needs both",
@@ -92,22 +92,22 @@ def held_out_scores(
 
 
 def threshold(scores: Float[np.ndarray, "E"], y: Bool[np.ndarray, "E"], precision: float, floor: float) -> float | None:
-    """The lowest score, at least `floor`, from which on so large a share is true; None where there is none."""
+    """The lowest score, at least `floor`, from which on the share of true `y` is at least `precision`; else None."""
     order = np.argsort(-scores, kind="stable")
     right, called = np.cumsum(y[order]), np.arange(1, len(y) + 1)
-    whole = np.append(np.diff(scores[order]) != 0, True)  # equal scores are called alike
+    whole = np.append(np.diff(scores[order]) != 0, True)  # equal scores get equal labels
     good = np.flatnonzero((right >= precision * called) & (called >= LEAST) & (scores[order] >= floor) & whole)
     return float(scores[order][good[-1]]) if len(good) else None
 
 
 def thresholds(scores: Float[np.ndarray, "E"], y: Bool[np.ndarray, "E"], precision: float) -> Thresholds:
-    """For both kinds: nothing below one half is called a success, and nothing from there on a failure."""
+    """Thresholds for both outcomes: successes score at least 0.5, failures below 0.5."""
     failure = threshold(-scores, ~y, precision, float(np.nextafter(-0.5, 0)))
     return Thresholds(threshold(scores, y, precision, 0.5), None if failure is None else -failure)
 
 
 def auc(scores: Float[np.ndarray, "E"], y: Bool[np.ndarray, "E"]) -> float:
-    """Share of pairs in which the success has the higher score; equal ones count half."""
+    """Share of (success, failure) pairs in which the success has the higher score; ties count one half."""
     above = scores[y][:, None] - scores[~y]
     return float((above > 0).mean() + (above == 0).mean() / 2)
 

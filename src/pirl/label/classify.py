@@ -1,9 +1,9 @@
 """Labels episodes with a success classifier on a checkpoint's features, where its held-out precision allows it.
 
-Learns from every episode whose outcome was recorded, or said by a person; labels the others. How far a score is trusted
-is judged on episodes of the same making alone, a policy's or not: demonstrations do not tell how a policy fails.
+It trains on all episodes whose outcome was recorded or labelled by a person, and labels the others. Thresholds come
+only from episodes of the same origin (a policy's or not), because demonstrations do not show how a policy fails.
 
-A label of a person is never replaced, nor outvoted: where one exists, labels with a score do not count.
+Human labels are never replaced or outvoted: where one exists, the classifier's labels do not count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,25 +24,25 @@ from pirl.rollout.evaluate import Rate
 from pirl.training.acting import open_checkpoint
 
 ENOUGH = 20
-"""Known episodes of the same making below which nothing is labelled."""
+"""With fewer known episodes of the same origin than this, nothing is labelled."""
 BY = "classifier"
-"""Author of these labels; a later run replaces them."""
+"""Annotator name of these labels; a later run replaces them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Classified:
-    """A classifier's training labels and predictions."""
+    """A classifier's held-out quality and its labels."""
 
     scores: Float[np.ndarray, "E"]
-    """Held-out scores of the episodes that it learned from."""
+    """Held-out scores of its training episodes."""
     known: Bool[np.ndarray, "E"]
     """Whether each of them succeeded."""
     alike: Bool[np.ndarray, "E"]
-    """Whether each was made as the episodes to label were: by a policy, or not. These decide."""
+    """Whether each has the same origin (a policy or not) as the episodes to label; only these set the thresholds."""
     limits: Thresholds
-    """From which score on what is called."""
+    """Score thresholds for success and failure."""
     said: Mapping[int, tuple[float, bool | None]]
-    """Score of each unlabelled episode of the dataset, and what it is called."""
+    """(score, label or None) of each unlabelled episode of the dataset."""
 
     def __str__(self) -> str:
         won, lost = int(self.known.sum()), int((~self.known).sum())
@@ -77,7 +77,7 @@ class Classified:
 def classify(
     dataset: str, checkpoint: str, *, learn: Sequence[str] = (), precision: float = 0.95, write: bool = True
 ) -> Classified:
-    """Label what has no outcome in `dataset`; `learn` names further datasets to learn from."""
+    """Label the episodes of `dataset` without an outcome; `learn` names further training datasets."""
     features = EpisodeFeatures(open_checkpoint(checkpoint))
     x, y, policies, asked = [], [], [], {}
     for name in dict.fromkeys([*(name for name in learn if name != dataset), dataset]):
@@ -104,7 +104,7 @@ def classify(
 
 
 def known_outcomes(dataset: str) -> tuple[dict[int, bool], set[int], bool]:
-    """(recorded or human outcomes, episodes without either, whether they are a policy's)."""
+    """(recorded or human outcomes by episode, episodes without either, whether a policy recorded them)."""
     found = inspect_dataset(dataset)
     verdicts = labels.newest(labels.read(found.root, dict(zip(found.indices, map(int, found.lengths), strict=True))))
     outcomes, open_ = {}, set()
@@ -120,7 +120,7 @@ def known_outcomes(dataset: str) -> tuple[dict[int, bool], set[int], bool]:
 
 
 def _write(root: Path, said: Mapping[int, tuple[float, bool | None]]) -> None:
-    """The labels; what was called something before and is called nothing now is withdrawn."""
+    """Write the labels, and withdraw earlier classifier labels of episodes that now get none."""
     lengths = {one.index: one.length for one in lerobot.read_meta(root).episodes}
     before = {index for index, one in labels.newest(labels.read(root, lengths)).items() if not one.by_people}
     for index, (score, success) in said.items():

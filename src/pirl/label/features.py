@@ -1,4 +1,4 @@
-"""Features of the end of an episode: the mean over its last frames. One row per episode."""
+"""Features of the end of an episode: the mean over its last frames; one row per episode."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +12,18 @@ from pirl.training.acting import Acting
 from pirl.training.features import Features
 
 LAST = 3
-"""Frames of each episode that are looked at: the last ones."""
+"""Number of last frames used per episode."""
 
 
 class EpisodeFeatures:
-    """One checkpoint, for any number of datasets; compiled once."""
+    """End-of-episode features from one checkpoint, for any number of datasets; compiled once."""
 
     def __init__(self, acting: Acting) -> None:
-        """The checkpoint's own robot reads the datasets."""
+        """Datasets are read with the checkpoint's robot."""
         self._features = Features(acting)
 
     def of(self, dataset: str | Path) -> tuple[tuple[int, ...], Float[np.ndarray, "E D"]]:
-        """(the dataset's numbers of its episodes, the mean features of each one's last frames)."""
+        """(episode indices, one feature row per episode)."""
         transform = self._features.transform
         recorded = Recorded(transform.robot, dataset, size=transform.image_size[0])
         episodes = recorded.meta.episodes

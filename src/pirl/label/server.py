@@ -1,8 +1,8 @@
-"""The local server behind `pirl label`: videos of the episodes, and labels that are synced to disk before it replies.
+"""The local server behind `pirl label`: serves the episodes' videos, and syncs labels to disk before it replies.
 
-It listens on 127.0.0.1 alone and answers only addresses that begin with a random token, so that neither other machines
-nor other pages in the browser can read films or store labels. Files are named by numbers of the dataset's own
-metadata, never by a path from the address.
+It listens only on 127.0.0.1 and only answers addresses that begin with a random token, so that neither other machines
+nor other pages in the browser can read videos or store labels. Requests name files by numbers in the dataset's
+metadata, never by paths.
 """
 
 import json
@@ -22,8 +22,8 @@ from pirl.errors import DataError
 from pirl.label.page import page
 
 HOST = "127.0.0.1"
-_PIECE = 1 << 20  # bytes of a film sent at a time
-_LONGEST = 10_000  # bytes of a request
+_PIECE = 1 << 20  # bytes of a video sent at a time
+_LONGEST = 10_000  # most bytes of a request
 
 
 class LabelServer(ThreadingHTTPServer):
@@ -32,7 +32,7 @@ class LabelServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, dataset: str | Path, *, name: str = "", port: int = 0) -> None:
-        """Open a dataset folder or repo id; port 0 takes a free one. `name` is offered as the labeller's."""
+        """Open a dataset folder or repo id; port 0 picks a free one. `name` is the default annotator."""
         self.meta = lerobot.read_meta(lerobot.resolve(dataset))
         lerobot.check_files(self.meta, self.meta.cameras)
         if not self.meta.cameras:
@@ -47,15 +47,15 @@ class LabelServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address to open in a browser on this machine."""
+        """The address to open in a browser on this machine."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def read_labels(self) -> dict[int, labels.Verdict]:
-        """The labels now in the file; other annotators may be writing too."""
+        """The current labels on disk; other annotators may write too."""
         return labels.newest(labels.read(self.meta.root, self.lengths))
 
     def facts(self) -> dict[str, Any]:
-        """All the page needs to know of the dataset."""
+        """The dataset's facts for the page."""
         return {
             "dataset": self.meta.root.name,
             "fps": self.meta.fps,
@@ -77,7 +77,7 @@ class LabelServer(ThreadingHTTPServer):
         }
 
     def label_table(self) -> dict[str, list[dict[str, Any]]]:
-        """By episode, the newest label of each person."""
+        """The newest label of each annotator, by episode."""
         return {
             str(index): [
                 {"by": one.by, "outcome": one.outcome, "moment": one.moment, "quality": one.quality}
@@ -87,7 +87,7 @@ class LabelServer(ThreadingHTTPServer):
         }
 
     def picture(self, episode: int, camera: int, frame: int) -> bytes:
-        """One frame of a dataset that stores pictures, as PNG."""
+        """One frame as PNG, for datasets that store images."""
         with self._decoding:
             return self.pictures(episode, camera)[frame]
 
@@ -96,17 +96,17 @@ class LabelServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Handles one request."""
 
     server: LabelServer
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The page, the facts, a film or a picture."""
+        """Serve the page, the facts, the labels, a video or a frame."""
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """A label."""
+        """Store a label."""
         self._answer(self._post)
 
     def _answer(self, respond: Any) -> None:
@@ -117,11 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.NOT_FOUND, {"error": "there is no such thing here"})
         except DataError as error:
             self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
-        except (BrokenPipeError, ConnectionResetError):  # the browser went on to another film
+        except (BrokenPipeError, ConnectionResetError):  # the browser moved on to another video
             self.close_connection = True
 
     def _allowed(self) -> str | None:
-        """The part of the address behind the token, if the request may be answered."""
+        """The path after the token; None if token, host or origin is wrong."""
         here = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         origin = self.headers.get("Origin")
         _, token, *rest = (*urlsplit(self.path).path.split("/", 2), "", "")[:3]
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _numbers(self, pattern: str, path: str) -> tuple[int, ...] | None:
-        """Episode, camera and what follows, if there are such ones."""
+        """The path's numbers (episode, camera, ...); None if it does not match or they do not exist."""
         match = re.fullmatch(pattern, path, re.ASCII)
         if match is None or max(map(len, match.groups())) > 18:
             return None
@@ -177,14 +177,14 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise DataError(f"the label is not JSON ({error})", hint="send a label as JSON") from error
         if isinstance(entry, dict):
-            entry.pop("at", None)  # the time is this machine's
-            entry.pop("score", None)  # people have none
+            entry.pop("at", None)  # the server sets the time
+            entry.pop("score", None)  # only the classifier sets scores
         labels.append(self.server.meta.root, labels.parse(entry, where="the label", lengths=self.server.lengths))
         self._send(HTTPStatus.OK, self.server.label_table())
         return True
 
     def _film(self, path: Path) -> None:
-        """A video, or the part of it that the browser asks for."""
+        """Send a video, or the requested byte range of it."""
         with path.open("rb") as film:
             size = film.seek(0, 2)
             begin, end = _range(self.headers.get("Range"), size)
@@ -222,15 +222,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: the terminal shows the address, and nothing else."""
+        """Do not log requests: the terminal shows only the address."""
 
 
 def _range(header: str | None, size: int) -> tuple[int, int]:
-    """The half-open range of bytes that a Range header asks for; all of them without one."""
+    """The half-open byte range of a Range header; the whole file without one."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "", re.ASCII)
     if match is None or not any(match.groups()):
         return 0, size
     first, last = match.groups()
-    if not first:  # the last so many bytes
+    if not first:  # a suffix range: the last N bytes
         return max(size - int(last), 0), size
     return int(first), min(int(last) + 1, size) if last else size

@@ -1,9 +1,9 @@
-"""A small actor on a frozen policy: maps a critic's features of an observation to values for every action.
+"""A small actor on a frozen policy: from a critic's embedding to outputs for every action of a chunk.
 
-    token   the critics' embeddings side by side: what they read out of π₀'s prefix, or of the state
-    actor   token, proprioception (and a chunk) -> `outputs` numbers for each step and dimension of a chunk
+    token   the critics' concatenated embeddings of π₀'s prefix, or of the state
+    actor   token, proprioception (and a chunk) -> len(start) numbers for each step and dimension of a chunk
 
-The critic's loss alone teaches what to read (as in DrQ, arXiv 2004.13649): no gradient leaves towards the token.
+Only the critic's loss trains the embedding (as in DrQ, arXiv 2004.13649): the actor's gradient stops at the token.
 """
 
 from dataclasses import dataclass
@@ -18,33 +18,33 @@ from pirl.models.params import Initializer, Leaf, Params, initialize, prefixed, 
 
 
 def read_token(critic: Critic, params: Params, inputs: CriticInputs) -> Float[Array, "B T"]:
-    """The embeddings of all members side by side, on one scale; without gradients."""
+    """All members' embeddings, concatenated and standardized; gradients are stopped."""
     embedding = jax.lax.stop_gradient(critic.embed(params, inputs))
     return standardize(embedding.swapaxes(0, 1).reshape(embedding.shape[1], -1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkActor:
-    """A multi-layer perceptron whose head starts as a constant: before training it does the same everywhere."""
+    """An MLP whose head starts as a constant, so an untrained actor outputs `start` for every observation."""
 
     hidden: tuple[int, ...]
     """Widths of the hidden layers."""
     token_dim: int
     """Size of the token."""
     state_dim: int
-    """Real dimensions of the state: the first ones."""
+    """Number of real (leading) dimensions of the state."""
     horizon: int
-    """Steps of the chunk it speaks of: the first ones."""
+    """Number of (leading) steps of the chunk it outputs and reads."""
     action_dim: int
-    """Dimensions of an action it speaks of: the first ones."""
+    """Number of (leading) action dimensions it outputs and reads."""
     start: tuple[float, ...] = (0.0,)
-    """Its outputs for every action, before training."""
+    """Outputs for every action before training; its length is the number of outputs."""
     reads_chunk: bool = False
-    """Does a chunk enter every layer?"""
+    """Whether a chunk enters every layer."""
 
     @classmethod
     def reading(cls, critic: Critic, **sizes: Any) -> "ChunkActor":
-        """An actor that reads this critic's token."""
+        """An actor sized for this critic's token."""
         token = critic.config.num_critics * critic.config.hidden[0]
         return cls(token_dim=token, state_dim=critic.state_dim, **sizes)
 
@@ -78,7 +78,7 @@ class ChunkActor:
         state: Float[Array, "B S"],
         chunks: Float[Array, "B N H A"] | None = None,
     ) -> Float[Array, "B N h a O"]:
-        """The outputs for each of N chunks per observation; without chunks N is 1."""
+        """Outputs for N chunks per observation; N = 1 without chunks."""
         batch, count = (len(token), 1) if chunks is None else chunks.shape[:2]
         known = {"token": token, "state": state[:, : self.state_dim].astype(jnp.float32)}
         sources = {name: jnp.broadcast_to(x[:, None], (batch, count, x.shape[-1])) for name, x in known.items()}
@@ -93,5 +93,5 @@ class ChunkActor:
 
 
 def _repeated(values: tuple[float, ...]) -> Initializer:
-    """The same values for every action."""
+    """An initializer that repeats `values` for every action."""
     return lambda key, shape: jnp.tile(jnp.float32(values), shape[0] // len(values))

@@ -16,6 +16,9 @@ Attention = Literal["auto", "plain", "xla", "cudnn"]
 FlowTimes = Literal["beta", "uniform"]
 """Distribution of training flow times. beta: Beta(1.5, 1), denser near the noise (OpenPI). uniform: Q-chunking and
 FQL."""
+Predicts = Literal["velocity", "chunk"]
+"""Output of an MLP policy's network. velocity: ε - a, as Q-chunking. chunk: the clean chunk a, from which the velocity
+follows: the noise need not pass through the network."""
 FreezeRule = Literal["full", "lora", "vlm_frozen", "expert_only", "frozen"]
 """full: everything trains. lora: OpenPI's rule (adapters, SigLIP and heads train; the transformers that carry adapters
 do not). vlm_frozen: the action expert and the heads train. expert_only: only the expert's transformer trains."""
@@ -204,10 +207,13 @@ class MLPFlowConfig:
     """Actions per chunk."""
     hidden: tuple[int, ...] = (512, 512, 512, 512)
     """Widths of the hidden layers."""
+    predicts: Predicts = "velocity"
+    """Output of the network. velocity: ε - a, as Q-chunking. chunk: the clean chunk; learns long chunks of many joints
+    with a narrow network."""
     dtype: DType = "float32"
     """Type of activations and matmuls. Parameters are float32."""
 
-    # It sees neither pictures nor text, and has no pretrained weights.
+    # What `Pi0Config` has and a policy without images, text and pretrained weights does not.
     cameras: ClassVar[tuple[str, ...]] = ()
     token_len: ClassVar[int] = 0
     image_size: ClassVar[int] = 224

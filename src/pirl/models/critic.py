@@ -1,14 +1,14 @@
 """Critics: ensembles of Q(s, a_0 … a_{h-1}) on the features of a policy's `encode`.
 
-    embed   state (and prefix features) -> what the first layer takes from it      once per observation
+    embed   state (and prefix features) -> their part of the first layer's input   once per observation
     score   N chunks -> their values                                               cheap, sharing the embedding
 
-A critic may have further heads on the same embedding: Q_P(s, a_0 … a_{k-1}) of the first k steps alone, and V(s),
-which is the one of no steps.
+A critic may have further heads on the same embedding: Q_P(s, a_0 … a_{k-1}), which scores only the first k steps, and
+V(s), the head with k = 0.
 
 `PrefixCritic` reads π₀'s prefix, `MLPCritic` the state alone; from the first hidden layer on they are the same. Every
-parameter has the ensemble's members on axis 0. All is computed in float32, except the products of hidden layers where
-another type is asked for. No gradient leaves towards the policy.
+parameter has the ensemble's members on axis 0. Everything is float32, except hidden layers' matmuls where `dtype` says
+otherwise. No gradient flows into the policy.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ class CriticInputs:
     """Inputs of a critic."""
 
     state: Float[Array, "B S"]
-    """Proprioception, normalised; may be padded behind the real dimensions."""
+    """Proprioception, normalised; may be padded on the right."""
     features: Float[Array, "B P W"] | None = None
     """Hidden states of the policy's prefix, of any scale and float type."""
     mask: Bool[Array, "B P"] | None = None
@@ -52,7 +52,7 @@ class CriticInputs:
 
     @classmethod
     def of(cls, context: Any) -> "CriticInputs":
-        """From the context of any policy: π₀'s, or the bare state of a policy that has nothing to encode."""
+        """From any policy's context: π₀'s `Encoded`, or the bare state that `MLPFlow` encodes to."""
         if isinstance(context, Encoded):
             return cls(state=context.state, features=context.features, mask=context.mask)
         return cls(state=context)
@@ -60,18 +60,18 @@ class CriticInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Critic(ABC):
-    """The contract, and all that does not depend on what the embedding is made of."""
+    """The contract of critics, and everything that does not depend on how they embed observations."""
 
     config: CriticConfig
     """Sizes."""
     state_dim: int
-    """Real dimensions of the state: the first ones."""
+    """Number of real (leading) dimensions of the state."""
     real_action_dim: int
-    """Real dimensions of an action: the first ones. Padding would tell the critic nothing and cost parameters."""
+    """Number of real (leading) dimensions of an action. Padding carries no information and would cost parameters."""
     critic_horizon: int
-    """Steps of a chunk that are scored: the first ones."""
+    """Number of (leading) steps of a chunk that are scored."""
     heads: tuple[int, ...] = ()
-    """Further values, each of fewer steps; 0: of the state alone."""
+    """Extra heads: the number of steps each scores. 0 is V(s)."""
 
     @abstractmethod
     def declare_embedding(self) -> dict[str, Leaf]:
@@ -79,14 +79,14 @@ class Critic(ABC):
 
     @abstractmethod
     def declare_layers(self, actions: int) -> dict[str, Leaf]:
-        """Layers and head of one member, for so many numbers of a chunk."""
+        """One member's hidden layers and head, for a flattened chunk of `actions` numbers."""
 
     def declare_member(self) -> dict[str, Leaf]:
         """Every parameter of one member, without the ensemble axis."""
         leaves = self.declare_embedding() | self.declare_layers(self.critic_horizon * self.real_action_dim)
         for steps in self.heads:
             own = self.declare_layers(steps * self.real_action_dim)
-            del own["layer_0/state"]  # that is the embedding, which all share
+            del own["layer_0/state"]  # part of the embedding, which all heads share
             leaves |= prefixed(_head_name(steps), own)
         return leaves
 
@@ -104,12 +104,12 @@ class Critic(ABC):
         return shapes_of(self.declare())
 
     def init(self, key: Array) -> Params:
-        """Fresh parameters, other ones for each member."""
+        """Fresh parameters, different for each member."""
         return initialize(self.declare(), key)
 
     @jax.named_scope("critic")
     def embed(self, params: Params, inputs: CriticInputs) -> Float[Array, "E B D"]:
-        """Everything that does not depend on actions, once per observation. No gradient flows into the inputs."""
+        """Compute everything that does not depend on actions, once per observation. Gradients stop at the inputs."""
         inputs = jax.lax.stop_gradient(inputs)
         return jax.vmap(lambda member: self.embed_member(member, inputs))(params)
 
@@ -125,8 +125,8 @@ class Critic(ABC):
     ) -> Float[Array, "E B N *bins"]:
         """Values of N chunks per observation: one number each, or logits over bins. A key turns dropout on.
 
-        `steps` asks the head of so many steps. Chunks may be longer and wider than what is scored; cutting and clipping
-        happens here and nowhere else, so that data and samples go through the same.
+        `steps` selects the head that scores that many steps. Chunks may be longer and wider than the head's input: only
+        this method crops and clips, so data and sampled chunks are treated alike.
         """
         horizon, dim = self.critic_horizon if steps is None else steps, self.real_action_dim
         if actions.shape[2] < horizon or actions.shape[3] < dim:
@@ -145,7 +145,7 @@ class Critic(ABC):
         def member(params: Params, embedding: Array, key: Array | None) -> Array:
             return _score(params, embedding, flat, key, self.config.dropout)
 
-        # Without a key there is nothing to map over: `None` is an empty tree.
+        # vmap over `None` works: it is an empty pytree.
         keys = None if key is None or self.config.dropout == 0 else jax.random.split(key, self.config.num_critics)
         out = jax.vmap(member)(params, embedding, keys)
         return out if self.config.loss == "hl_gauss" else out[..., 0]
@@ -153,10 +153,10 @@ class Critic(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCritic(Critic):
-    """Q on π₀'s prefix: learned queries read its tokens, and the chunk enters every layer (D2RL, arXiv 2010.09163).
+    """Q on π₀'s prefix: learned queries pool its tokens, and the chunk enters every layer (D2RL, arXiv 2010.09163).
 
-    Averaging all tokens would lose where things are, and a chunk that entered only at the bottom would drown in the
-    features, leaving nothing to rank candidates by.
+    Averaging all tokens would lose spatial information. A chunk that entered only the first layer would be dominated by
+    the features, so that Q could not rank candidates.
     """
 
     feature_width: int
@@ -176,7 +176,7 @@ class PrefixCritic(Critic):
         return leaves | prefixed("trunk", dense(sources, c.embedding_width))
 
     def declare_layers(self, actions: int) -> dict[str, Leaf]:
-        """The chunk enters every layer."""
+        """Hidden layers that all read the chunk, and the head."""
         c, chunk = self.config, {"action": actions} if actions else {}
         leaves: dict[str, Leaf] = {}
         name, width = "state", c.embedding_width
@@ -186,7 +186,7 @@ class PrefixCritic(Critic):
         return leaves | _head(lecun_normal(width), width, c.outputs)
 
     def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
-        """Pool the prefix, join the proprioception, and apply the first layer's half for the state."""
+        """Pool the prefix, join the proprioception, and apply the state part of the first layer."""
         if inputs.features is None or inputs.mask is None:
             raise ConfigError(
                 "a critic on the prefix was given no prefix features",
@@ -199,7 +199,7 @@ class PrefixCritic(Critic):
 
 @dataclass(frozen=True, kw_only=True)
 class MLPCritic(Critic):
-    """Q-chunking's critic: a multi-layer perceptron over [s, a_0 … a_{h-1}], LayerNorm after each activation."""
+    """Q-chunking's critic: an MLP over [s, a_0 … a_{h-1}] with LayerNorm after each activation."""
 
     def declare_embedding(self) -> dict[str, Leaf]:
         """Nothing: the first layer reads the state itself."""
@@ -210,7 +210,7 @@ class MLPCritic(Critic):
         sources = {"state": self.state_dim} | ({"action": actions} if actions else {})
         leaves: dict[str, Leaf] = {}
         for i, width in enumerate(self.config.hidden):
-            # One matrix over the concatenation, kept in two parts: the fan is that of both.
+            # One matrix over the concatenated input, stored in two parts: its fan-in is the sum.
             init = xavier_uniform(sum(sources.values()), width)
             leaves |= prefixed(f"layer_{i}", dense(sources, width, init))
             sources = {"hidden": width}
@@ -218,14 +218,14 @@ class MLPCritic(Critic):
         return leaves | _head(xavier_uniform(width, outputs), width, outputs)
 
     def embed_member(self, params: Params, inputs: CriticInputs) -> Float[Array, "B D"]:
-        """The first layer's half for the state."""
+        """The state part of the first layer."""
         return inputs.state[:, : self.state_dim].astype(jnp.float32) @ params["layer_0"]["state"]
 
 
 def make_critic(
     config: CriticConfig, *, feature_width: int | None, state_dim: int, real_action_dim: int, critic_horizon: int
 ) -> Critic:
-    """The critic that fits a policy: on its prefix features where it has some, else on the state."""
+    """The critic for a policy: on its prefix features if it has any (`feature_width`), else on the state."""
     if feature_width is None:
         return MLPCritic(
             config=config, state_dim=state_dim, real_action_dim=real_action_dim, critic_horizon=critic_horizon
@@ -240,13 +240,13 @@ def make_critic(
 
 
 def pool(params: Params, features: Float[Array, "B P W"], mask: Bool[Array, "B P"]) -> Float[Array, "B D"]:
-    """Multi-head attention of learned queries over the real tokens; an observation without any gives zeros.
+    """Multi-head attention of learned queries over the real tokens; zeros for observations without any.
 
-    Queries do not depend on the input, so keys and values need never be computed for every token: the query is taken
-    back through the key projection, and the tokens are averaged before the value projection. The result is the same;
-    per token it takes queries × heads instead of `pool_width` products, and no keys or values are stored.
+    Queries do not depend on the input, so per-token keys and values are unnecessary: project the query back through the
+    key matrix, and average tokens before the value projection. The result is the same, with queries × heads instead of
+    `pool_width` products per token and no stored keys or values.
     """
-    # A token's scale is whatever the VLM makes it; a learned affine would be absorbed by the projections.
+    # The scale of tokens depends on the VLM. No learned affine: the projections would absorb it.
     tokens = standardize(features.astype(jnp.float32), epsilon=1e-12)
     tokens = jnp.where(mask[..., None], tokens, 0.0)
     query = jnp.einsum("qkd,wkd->qkw", params["query"], params["key"]) * params["query"].shape[-1] ** -0.5
@@ -256,14 +256,14 @@ def pool(params: Params, features: Float[Array, "B P W"], mask: Bool[Array, "B P
     summary = jnp.einsum("bqkp,bpw->bqkw", attention, tokens)
     values = jnp.einsum("bqkw,wkd->bqkd", summary, params["value"])
     batch, queries = values.shape[:2]
-    # An average over many tokens is small; on one scale with the proprioception it is heard from the start.
+    # An average over many tokens is small; bring it to the scale of the proprioception.
     return standardize(values.reshape(batch, queries, -1)).reshape(batch, -1)
 
 
 def _score(
     params: Params, embedding: Float[Array, "B D"], actions: Float[Array, "B N K"], key: Array | None, dropout: float
 ) -> Float[Array, "B N O"]:
-    """Hidden layers and head of one member. The first layer's half for the state is the embedding."""
+    """Hidden layers and head of one member; `embedding` is the state part of the first layer's input."""
 
     def finish(i: int, z: Array) -> Array:
         if key is not None:
@@ -277,7 +277,7 @@ def _score(
     for i in range(1, sum(name.startswith("layer_") for name in params)):
         layer = params[f"layer_{i}"]
         x = finish(i, mix(layer, {"hidden": x} | ({"action": actions} if "action" in layer else {})))
-    # Values are compared with each other: they are not rounded.
+    # Candidates are ranked by these values, so keep them in float32.
     return _dot(x, params["head"]["kernel"], exact=True) + params["head"]["bias"]
 
 
@@ -286,7 +286,7 @@ def _head_name(steps: int) -> str:
 
 
 def dense(sources: Mapping[str, int], out: int, init: Initializer | None = None) -> dict[str, Leaf]:
-    """A dense layer over several sources with a LayerNorm. By default all sources start equally loud, however wide."""
+    """A dense layer over several sources, and its LayerNorm. By default all sources start with equal variance."""
     leaves = {name: Leaf((fan, out), init or lecun_normal(fan * len(sources))) for name, fan in sources.items()}
     return leaves | {"bias": Leaf((out,), zeros), "scale": Leaf((out,), ones), "offset": Leaf((out,), zeros)}
 
@@ -296,12 +296,12 @@ def _head(init: Initializer, width: int, outputs: int) -> dict[str, Leaf]:
 
 
 def mix(layer: Params, sources: Mapping[str, Array]) -> Array:
-    """The layer's matrix on the concatenation of its sources."""
+    """The dense layer applied to the concatenation of its sources, without concatenating."""
     return sum((_dot(x, layer[name]) for name, x in sources.items()), start=layer["bias"])
 
 
 def _dot(x: Float[Array, "... I"], kernel: Float[Array, "I O"], *, exact: bool = False) -> Float[Array, "... O"]:
-    """A product in the type of the matrix."""
+    """x @ kernel in the kernel's dtype; `exact` returns float32."""
     return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32 if exact else None)
 
 
@@ -311,6 +311,6 @@ def activate(layer: Params, z: Float[Array, "... D"]) -> Float[Array, "... D"]:
 
 
 def standardize(x: Float[Array, "... D"], epsilon: float = 1e-6) -> Float[Array, "... D"]:
-    """Mean 0 and variance 1 over the last axis."""
+    """Shift and scale to mean 0 and variance 1 over the last axis."""
     centred = x - x.mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)

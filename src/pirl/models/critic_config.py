@@ -56,7 +56,7 @@ class CriticConfig(Checked):
 
     @property
     def outputs(self) -> int:
-        """Outputs of a member per chunk."""
+        """Outputs per member and chunk."""
         return self.bins if self.loss == "hl_gauss" else 1
 
 

@@ -1,9 +1,8 @@
-"""The action expert, prepared for sampling: ten Euler steps, N candidates, one prefix.
+"""The action expert for sampling: ten Euler steps, N candidates, one prefix.
 
-It computes what `gemma.run_suffix` computes, from the same weights. Before the first step weights are cut into layers,
-cast, and those that multiply the same thing laid side by side: inside the loop they are only read. The state's token
-attends to the prefix and to itself alone, so its keys and values are the same in every step and for every candidate:
-they join the prefix.
+Computes the same as `gemma.run_suffix` from the same weights. Before the first step, weights are split into layers,
+cast, and concatenated where they multiply the same input, so the loop only reads them. The state's token attends only
+to the prefix and itself, so its keys and values are equal in every step and for every candidate: they join the prefix.
 """
 
 from collections.abc import Callable
@@ -21,30 +20,30 @@ from pirl.models.params import Params
 from pirl.parallel.placement import by_sample, everywhere
 
 FEW = 8
-"""Suffixes below which a fused kernel does not fill the GPU, and plain attention is as fast."""
+"""With fewer suffixes (B·N) than this a fused kernel does not fill the GPU, and plain attention is as fast."""
 EVEN, MULTIPLE, WHOLE = 2, 8, 128
-"""Candidates' own keys, those they share, and both together where they are in one array, come in multiples of these,
-padded with some that are not real: fused kernels want even lengths, products whole tiles."""
+"""Key counts are padded (and masked) to multiples of these: a candidate's own, the shared ones, and both in one array.
+Fused kernels need even lengths; matrix products want whole tiles."""
 
 ROWS = 16
-"""Rows of a product's smallest tile."""
+"""Rows of the smallest matmul tile."""
 
 
 def cut(layers: Params, dtype: jnp.dtype) -> list[Params]:
-    """Stacked weights as one tree per layer. Matrices are cast; norms are not: they compute in float32."""
+    """Stacked weights as one tree per layer. Casts matrices to `dtype`; norms stay float32."""
     found = _apart(in_type(layers, dtype))
     for layer in found:
         if "mlp" in layer:
-            # Gate and up, which are multiplied one by one: cut here, they need not be in each call.
+            # Gate and up are multiplied separately; splitting them here saves a slice in every call.
             layer["mlp"]["gating_einsum"] = list(layer["mlp"]["gating_einsum"])
     return found
 
 
 @jax.named_scope("candidates")
 def pack(layers: Params, config: Pi0Config) -> list[Params]:
-    """The expert's weights, layer by layer, as `prepared` reads them; adapters are added to what they adapt.
+    """The expert's weights layer by layer, in `prepared`'s layout, with adapters merged into their matrices.
 
-    Split over devices they would be gathered in every Euler step; they are small enough to be whole on each.
+    Replicated on every device: sharded, they would be gathered in every Euler step, and they are small.
     """
     dtype = jnp.dtype(config.dtype)
     packed = [_packed(layer, config.expert, dtype) for layer in _apart(expert_layers(layers, 1))]
@@ -66,7 +65,7 @@ def _packed(w: Params, c: GemmaConfig, dtype: jnp.dtype) -> Params:
         for name in ("gating_einsum", "linear")
     )
     out = attn["attn_vec_einsum"]
-    # The adapter's second matrix is added up over heads: see the equation in `gemma.run_suffix`.
+    # The output adapter's second matrix is summed over heads: `layers.einsum` keeps no head axis in between.
     out = _adapted(out if c.attn_lora is None else out | {"lora_b": out["lora_b"].sum(0)}, c.attn_lora)
     norms = {name: w[name] for name in ("pre_attention_norm", "pre_ffw_norm")}
     if "Dense_0" in norms["pre_ffw_norm"]:
@@ -92,7 +91,7 @@ def _adapted(p: Params, lora: LoRAConfig | None) -> Array:
 def first_token(
     layers: list[Params], config: Pi0Config, x: Float[Array, "B 1 1 W"], keys: Array, values: Array, mask: Array
 ) -> tuple[Float[Array, "layers B 1 K h"], Float[Array, "layers B 1 K h"]]:
-    """Keys and values of the state's token, out of packed weights."""
+    """Per-layer keys and values of the state's token, from packed weights."""
     x, turn, found = x.astype(jnp.dtype(config.dtype)), suffix_rotation(config, mask, 1), []
     for i, w in enumerate(layers):
         x, k, v = _block(w, config.expert, x, turn, _plain(keys[i], values[i], mask), None)
@@ -111,14 +110,14 @@ def prepared(
     mask: Bool[Array, "B P"],
     first: tuple[Float[Array, "layers B 1 K h"], Float[Array, "layers B 1 K h"]] | None,
 ) -> Callable[[Array, Array | None], Array]:
-    """(action tokens [B, N, H, W], condition) -> the expert's output for them. `first` is of the state's token."""
+    """(action tokens [B, N, H, W], condition) -> the expert's output. `first`: keys and values of the state's token."""
     dtype, before, real = jnp.dtype(config.dtype), 0, mask
     if first is not None:
-        # In front: with a fused kernel what is not real has to come last.
+        # In front, because a fused kernel needs padding to come last.
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(first, (keys, values), strict=True))
         before, real = 1, jnp.concatenate([jnp.ones_like(mask[:, :1]), mask], axis=1)
     if attention.kernel(config, config.expert.head_dim) is not None:
-        # Padded here, and not in every step.
+        # Pad once, not in every step.
         gap = -real.shape[1] % MULTIPLE
         keys, values = (jnp.pad(x, ((0, 0), (0, 0), (0, gap), (0, 0), (0, 0))) for x in (keys, values))
         real = jnp.pad(real, ((0, 0), (0, gap)))
@@ -155,7 +154,7 @@ def _block(
     *,
     whole: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """One block on packed weights (`whole`: a kernel for its gated products). Returns its keys and values as well."""
+    """One block on packed weights (`whole`: use the gated kernel if shapes fit). Returns (output, keys, values)."""
     x = by_sample(x)
     here, there = (None, None) if cond is None else jnp.split(_modulation(w["modulation"], cond), 2, axis=-1)
     h, gate = _norm(w.get("pre_attention_norm", {}), x, here)
@@ -179,17 +178,17 @@ def _norm(params: Params, x: Float[Array, "B N T W"], modulation: Array | None) 
 
 
 def _modulation(dense: Params, cond: Float[Array, "B N *T W"]) -> Float[Array, "B N *T O"]:
-    """What a condition does to norms; side by side where it is that of several."""
+    """Scale, shift and gate from the condition; concatenated for both norms of a block if `dense` is."""
     return _product(cond.astype(dense["kernel"].dtype), dense["kernel"]) + dense["bias"]
 
 
 def _product(x: Float[Array, "... T W"], w: Float[Array, "W O"]) -> Float[Array, "... T O"]:
-    """x @ w. A single row (for one observation, π₀'s state or π₀.₅'s condition) is multiplied as several that are the
-    same: of a vector the compiler makes no product, but writes what it is to add up to memory.
+    """x @ w. Repeats a single row (one observation's π₀ state or π₀.₅ condition) `ROWS` times: for a vector XLA emits
+    no matmul but an elementwise product through memory and a reduction.
     """
     if x.size > x.shape[-1]:
         return x @ w
-    # Behind barriers, or the compiler would see that it is one.
+    # The barriers stop XLA from simplifying it back to one row.
     rows = jax.lax.optimization_barrier(jnp.repeat(x, ROWS, axis=-2))
     return jax.lax.optimization_barrier(rows @ w)[..., :1, :]
 
@@ -197,7 +196,7 @@ def _product(x: Float[Array, "... T W"], w: Float[Array, "W O"]) -> Float[Array,
 def _plain(
     shared_k: Float[Array, "B S K h"], shared_v: Float[Array, "B S K h"], real: Bool[Array, "B S"]
 ) -> Callable[[Array, Array, Array], Array]:
-    """Logits in memory; the shared part is not replicated."""
+    """Attention with materialised logits; shared keys are not replicated over candidates."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         seen = jnp.ones((q.shape[2], k.shape[2]), bool)
@@ -212,9 +211,9 @@ def _fused(
     shared_v: Float[Array, "B S K h"],
     real: Bool[Array, "B S"],
 ) -> Callable[[Array, Array, Array], Array]:
-    """One kernel for all candidates' queries over the keys they share, one over each candidate's own, and their merger.
+    """Two fused kernels, merged: all candidates' queries over the shared keys, and each candidate's over its own.
 
-    Query heads that share a key head become queries of one head, so that a kernel's tile is full although a chunk is
+    Query heads that share a key head become queries of one head, which fills the kernel's tile although chunks are
     short.
     """
     shared_real = attention.lengths(real)
@@ -230,7 +229,7 @@ def _fused(
         def own(x: Array) -> Array:
             return jnp.pad(x.reshape(-1, length, kv_heads, head_dim), ((0, 0), (0, -length % EVEN), (0, 0), (0, 0)))
 
-        # Without lengths where there is no padding: the kernel has less to prepare.
+        # Pass lengths only if there is padding: without them the kernel prepares less.
         own_real = jnp.full(batch * num, length, jnp.int32) if length % EVEN else None
         out = attention.merged(
             over(batch, shared_k, shared_v, shared_real), over(batch * num, own(k), own(v), own_real)

@@ -20,7 +20,7 @@ from pirl.models.policy import FlowPolicy, Preparing
 Velocity = Callable[[Array, Array], Array]
 """(x_t [B, N, H, A], t [B, N]) -> dx/dt [B, N, H, A]."""
 Steer = Callable[[Velocity], Velocity]
-"""Changes the field that is sampled from."""
+"""Transforms the velocity field before sampling (guidance, real-time chunking)."""
 
 
 class Draws(NamedTuple):
@@ -33,7 +33,7 @@ class Draws(NamedTuple):
 
     @property
     def times(self) -> Float[Array, "B N *H"]:
-        """The time of each point of the flow; where steps are given, of each of its steps."""
+        """One time per draw; with `counts` one per step, 0 (data) for given steps."""
         return self.time if self.counts is None else jnp.where(self.counts > 0, self.time[..., None], 0.0)
 
 
@@ -45,11 +45,12 @@ def draw(
     times: FlowTimes = "beta",
     delay: int = 0,
 ) -> Draws:
-    """Noise and time for `num` points of the flow per chunk; times by default are denser near the noise end.
+    """`num` draws of noise and time per chunk; with `beta` times are denser near the noise end.
 
-    `delay` is for real-time chunking (arXiv 2512.05964): the first d steps of a chunk are given, d = 0, ..., `delay`.
+    `delay` > 0 trains for real-time chunking (arXiv 2512.05964): the first d steps of a chunk are given, with d uniform
+    in 0, ..., `delay`.
 
-    Beta(α, 1) is U^(1/α). jax.random.beta draws it by rejection, in loops for which a GPU has to ask its host.
+    Beta(α, 1) is U^(1/α). jax.random.beta samples by rejection, in loops that make a GPU wait for its host.
     """
     batch, horizon, dim = actions.shape
     time = jax.random.uniform(time_key, (batch, num))
@@ -63,7 +64,7 @@ def draw(
 
 
 def noise(keys: Key[Array, "B"], num: int, horizon: int, dim: int) -> Float[Array, "B N H A"]:
-    """Noise to sample from, each row from its own key: a row's chunks do not depend on its neighbours."""
+    """Initial noise for sampling. One key per row, so a row's chunks do not depend on the rest of the batch."""
     return jax.vmap(lambda key: jax.random.normal(key, (num, horizon, dim)))(keys)
 
 
@@ -94,8 +95,8 @@ def chunk_loss(
 ) -> Float[Array, "B"]:
     """One loss per sample: the mean over draws, over steps inside the episode, and over the first `dims` dimensions.
 
-    Without `valid` and `dims` this is OpenPI's loss, which averages over padding as well. A chunk without any valid
-    step costs nothing.
+    Without `valid` and `dims` this is OpenPI's loss, which averages over padding as well. A chunk without valid steps
+    has loss 0.
     """
     error = error if dims is None else error[..., :dims]
     per_step = error.mean((1, 3))
@@ -107,7 +108,7 @@ def chunk_loss(
 def euler(
     velocity: Velocity, noise: Float[Array, "B N H A"], num_steps: int | Int[Array, ""] = 10, *, unroll: bool = False
 ) -> Array:
-    """Integrate from noise (t = 1) to chunks (t = 0) in equal steps; `num_steps` may be traced, if not unrolled."""
+    """Integrate from noise (t = 1) to chunks (t = 0) in equal steps; without `unroll`, `num_steps` may be traced."""
     dt = -1.0 / num_steps
     batch, num = noise.shape[:2]
 
@@ -116,7 +117,7 @@ def euler(
         v = velocity(x, jnp.broadcast_to(t, (batch, num)))
         return x + dt * v.astype(x.dtype), t + dt
 
-    # Time is accumulated, as in OpenPI: the shortest period of its time embedding makes 1 ulp of t visible.
+    # Accumulate t as OpenPI does: at the shortest period of the time embedding one ulp of t matters.
     chunks, _ = jax.lax.fori_loop(0, num_steps, step, (noise, jnp.ones((), noise.dtype)), unroll=unroll)
     return chunks
 
@@ -130,14 +131,14 @@ def sample(
     num_steps: int | Int[Array, ""] = 10,
     steer: Steer | None = None,
 ) -> Float[Array, "B N H A"]:
-    """N chunks per observation from given noise; deterministic."""
+    """N chunks per observation from the given noise; deterministic."""
     unroll = isinstance(num_steps, int) and getattr(policy, "quick", False)
     velocity = field(policy, params, context)
     return euler(velocity if steer is None else steer(velocity), noise, num_steps, unroll=unroll)
 
 
 def field(policy: FlowPolicy, params: Params, context: Any) -> Velocity:
-    """The policy's velocity at a context, for many evaluations without gradients."""
+    """The policy's velocity at a context, for repeated evaluation without gradients."""
     if isinstance(policy, Preparing):
         return policy.field(params, context)
     return lambda x, t: policy.velocity(params, context, x, t)
@@ -154,10 +155,10 @@ def guided(conditional: Velocity, unconditional: Velocity, scale: float | Float[
 
 
 def prefixed(velocity: Velocity, before: Float[Array, "B H A"], given: Int[Array, "B"]) -> Velocity:
-    """The field of chunks whose first `given` steps are those of `before`: training-time real-time chunking.
+    """The field of chunks whose first `given` steps equal those of `before`: training-time real-time chunking.
 
-    For policies whose loss had such draws. The given steps go straight from their noise to `before`; the policy sees
-    them without noise.
+    For policies trained with `draw(delay=...)`. The policy sees the given steps without noise (t = 0); their own
+    velocity leads straight from their noise to `before`.
     """
     target = before[:, None]
 
@@ -171,9 +172,9 @@ def prefixed(velocity: Velocity, before: Float[Array, "B H A"], given: Int[Array
 
 
 def prefix_weights(frozen: Int[Array, "B"], overlap: Int[Array, "B"], horizon: int) -> Float[Array, "B H"]:
-    """How much each step of a chunk is to agree with the chunk before (arXiv 2506.07339, eq. 5).
+    """Weight of each step's agreement with the previous chunk (arXiv 2506.07339, eq. 5).
 
-    1 for the first `frozen` steps, which will have been executed, then less and less to the end of the overlap, then 0.
+    1 for the first `frozen` steps, which will already be executed; then decaying to the end of the overlap; then 0.
     """
     step, end = jnp.arange(horizon), overlap[:, None]
     start = jnp.minimum(frozen[:, None], end)
@@ -185,11 +186,11 @@ def prefix_weights(frozen: Int[Array, "B"], overlap: Int[Array, "B"], horizon: i
 def continued(
     velocity: Velocity, before: Float[Array, "B H A"], weights: Float[Array, "B H"], limit: float = 5.0
 ) -> Velocity:
-    """The field, pulled towards chunks that agree with the one `before`: guided real-time chunking (arXiv 2506.07339).
+    """The field pulled towards agreement with the previous chunk `before`: real-time chunking (arXiv 2506.07339).
 
         v - min(limit, ((1-t)² + t²) / (t (1-t))) · (∂x̂/∂x)ᵀ [w · (before - x̂)],     x̂ = x - t v
 
-    x̂ is the chunk that the field heads for. (The paper's time runs from noise to data; ours from data to noise.)
+    x̂ estimates the final chunk. (The paper's time runs from noise to data; ours from data to noise.)
     """
     target, weight = before[:, None], weights[:, None, :, None]
 

@@ -15,7 +15,7 @@ _PALIGEMMA = re.compile(r"PaliGemma/.*")
 
 
 def is_trainable(path: str, config: Pi0Config, rule: FreezeRule) -> bool:
-    """Does the parameter at this path train?"""
+    """Whether the rule trains the parameter at this path."""
     expert = bool(_EXPERT.fullmatch(path))
     if rule in ("full", "frozen"):
         return rule == "full"
@@ -31,34 +31,34 @@ def is_trainable(path: str, config: Pi0Config, rule: FreezeRule) -> bool:
 
 
 def default_rule(config: Pi0Config) -> FreezeRule:
-    """`lora` for a model with adapters, `full` otherwise: what OpenPI does."""
+    """`lora` for a model with adapters, `full` otherwise, as in OpenPI."""
     return "lora" if config.has_lora else "full"
 
 
 def trainable_mask(tree: Params, config: Pi0Config, rule: FreezeRule | None = None) -> Params:
-    """A tree of booleans like the parameters: True where they train."""
+    """A tree of booleans like `tree`: True for trainable leaves."""
     rule = default_rule(config) if rule is None else rule
     return nest({path: is_trainable(path, config, rule) for path in flatten(tree)})
 
 
 def freeze_dtypes(shapes: Params, mask: Params) -> Params:
-    """The tree of shapes with frozen leaves in bfloat16."""
+    """`shapes` with frozen leaves in bfloat16."""
     return jax.tree.map(
         lambda leaf, trains: leaf if trains else jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes, mask
     )
 
 
 def cast_frozen(params: Params, mask: Params) -> Params:
-    """Parameters with frozen leaves rounded to bfloat16."""
+    """`params` with frozen leaves rounded to bfloat16."""
     return jax.tree.map(lambda leaf, trains: leaf if trains else leaf.astype(jnp.bfloat16), params, mask)
 
 
 def split(params: Params, mask: Params) -> tuple[Params, Params]:
-    """(trainable, frozen) subtrees, so that gradients and optimizer state exist for the first only."""
+    """(trainable, frozen) subtrees, so that only trainable leaves get gradients and optimizer state."""
     flat, flags = flatten(params), flatten(mask)
     return nest({p: x for p, x in flat.items() if flags[p]}), nest({p: x for p, x in flat.items() if not flags[p]})
 
 
 def join(trainable: Params, frozen: Params) -> Params:
-    """The whole tree again."""
+    """Inverse of `split`."""
     return nest(dict(sorted((flatten(trainable) | flatten(frozen)).items())))

@@ -1,8 +1,8 @@
 """Gemma with two experts, over OpenPI's parameters (`PaliGemma/llm`).
 
-One shared attention, separate weights: expert 0 (the VLM; names without suffix) reads pictures and prompt, expert 1
-(names ending in `_1`) reads state and noisy actions. The prefix never attends to the suffix, so its keys and values are
-computed once (`encode_prefix`) and the suffix runs against them as often as wanted (`run_suffix`).
+One shared attention, separate weights: expert 0 (the VLM; names without suffix) reads images and prompt, expert 1
+(names ending in `_1`) reads state and noisy actions. The prefix never attends to the suffix, so `encode_prefix`
+computes its keys and values once, and `run_suffix` reuses them for any number of suffixes.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from pirl.models.params import Initializer, Leaf, Params, lecun_normal, normal, 
 from pirl.parallel.placement import by_sample
 
 MASKED = -2.3819763e38
-"""Logit of a forbidden pair; a fully masked row becomes uniform instead of NaN."""
+"""Logit of a masked pair. Finite, so that a fully masked row becomes uniform instead of NaN."""
 LORA_STD = 0.01
 
 
 def declare_block(config: GemmaConfig, suffix: str, *, adaptive: bool) -> dict[str, Leaf]:
-    """The parameters of one block of one expert, with OpenPI's names, shapes and initialisation."""
+    """Parameters of one block of one expert, with OpenPI's names, shapes and initialisation."""
     width, heads, kv_heads, head_dim = config.width, config.num_heads, config.num_kv_heads, config.head_dim
     block: dict[str, Leaf] = {}
 
@@ -36,7 +36,8 @@ def declare_block(config: GemmaConfig, suffix: str, *, adaptive: bool) -> dict[s
             block[f"{path}{joint}lora_a"] = Leaf((*front, rows, lora.rank), normal(LORA_STD))
             block[f"{path}{joint}lora_b"] = Leaf((*front, lora.rank, columns), normal(LORA_STD))
 
-    # OpenPI's attention keeps weight and adapters in a folder, its feed-forward keeps them side by side.
+    # OpenPI nests attention weights and adapters under one name (`q_einsum/lora_a`) and flattens the feed-forward's
+    # (`gating_einsum_lora_a`).
     attn, ffn, mlp_dim = config.attn_lora, config.ffn_lora, config.mlp_dim
     project(f"attn/q_einsum{suffix}", (heads, width, head_dim), lecun_normal(width), attn, "/")
     project(f"attn/kv_einsum{suffix}", (2, kv_heads, width, head_dim), lecun_normal(width), attn, "/")
@@ -68,7 +69,7 @@ def declare(config: Pi0Config) -> dict[str, Leaf]:
 
 
 def embed_tokens(params: Params, tokens: Int[Array, "B L"], dtype: jnp.dtype) -> Float[Array, "B L W"]:
-    """Prompt tokens; scaled by sqrt(width) in the table's own type, as in Gemma."""
+    """Embedded prompt tokens, scaled by sqrt(width) in the table's dtype, as in Gemma."""
     table = params["embedder"]["input_embedding"]
     x = table[tokens]
     return (x * jnp.sqrt(table.shape[-1]).astype(x.dtype)).astype(dtype)
@@ -90,10 +91,10 @@ def encode_prefix(
     mask: Bool[Array, "B P"],
     positions: Int[Array, "B P"],
 ) -> Prefix:
-    """Run the VLM over the prefix, in which every valid token attends to every other.
+    """Run the VLM over the prefix; every real token attends to every real token.
 
-    With a fused kernel valid tokens must come first (`attention.real_first`). Of the last layer only keys and values
-    are read, unless features are its output: its attention and feed-forward, 1/18 of π₀'s VLM, are left out.
+    Fused kernels need real tokens first (`attention.real_first`). The last layer computes only keys and values, unless
+    the features are its output: this skips its attention and feed-forward, 1/18 of π₀'s VLM.
     """
     c = config.vlm
     last = c.depth - 1
@@ -101,7 +102,7 @@ def encode_prefix(
     turn = rotation(positions, c.head_dim, limit=x.shape[1])
     attend, whole = _prefix_attention(config, mask), gated.possible(config)
     layers: Any = params["layers"]
-    if not isinstance(layers, list):  # as `Pi0.for_inference` leaves them
+    if not isinstance(layers, list):  # a list comes from `Pi0.for_inference`, already split by expert
         layers = expert_layers(layers, 0)
     skip = feature_layer <= last and c.depth > 1
 
@@ -130,7 +131,7 @@ def encode_prefix(
 
 
 def _prefix_attention(config: Pi0Config, mask: Bool[Array, "B P"]) -> Callable[[Array, Array, Array], Array]:
-    """Attention of the prefix to itself, by the program that the configuration and the device allow."""
+    """Self-attention of the prefix: fused if configuration and device allow, else plain."""
     how = attention.kernel(config, config.vlm.head_dim, tokens=mask.shape[1])
     if how is not None:
         real = attention.lengths(mask)
@@ -163,7 +164,7 @@ def run_suffix(
     suffix_mask: Bool[Array, "S S"],
     cond: Float[Array, "B N *S W"] | None,
 ) -> Suffix:
-    """Run the expert over N suffixes per observation, all against the one prefix."""
+    """Run the expert over N suffixes per observation, all attending to the same prefix."""
     c = config.expert
     turn = suffix_rotation(config, prefix_mask, x.shape[2])
     attend, whole = _suffix_attention(config, prefix_mask, suffix_mask), gated.possible(config)
@@ -191,11 +192,11 @@ def joint_attention(
     own_mask: Bool[Array, "T S"],
     tile: int = 1,
 ) -> Float[Array, "B N T n h"]:
-    """N sequences attend to the keys they share, which are not replicated, and each to its own.
+    """N sequences attend to shared keys, which are not replicated, and each to its own.
 
-    The softmax spans both, so logits are joined before it and separated after it. Each query's logits lie in a row:
-    left to the compiler they may lie in a column, where a softmax is slow. The few keys of a single sequence join the
-    others in one array instead, padded to a multiple of `tile`: then a block launches as few kernels as it can.
+    The softmax spans both: logits are concatenated before it and split after it, with the keys on the last axis (left
+    to XLA they may end up on a strided one, where softmax is slow). A single sequence (N = 1) concatenates own and
+    shared keys instead, padded to a multiple of `tile`, which launches the fewest kernels.
     """
     by_key = jnp.moveaxis(attention.grouped(q, k), 3, 1)  # B K N T g h
     (batch, heads, num, *_, dim), count = by_key.shape, shared_k.shape[1]
@@ -225,7 +226,7 @@ def _single_attention(
     own_mask: Bool[Array, "q S"],
     tile: int,
 ) -> Float[Array, "B K q h"]:
-    """`joint_attention` of one sequence, on queries by key head."""
+    """`joint_attention` for N = 1, with queries grouped by key head."""
     batch, length, heads, dim = k.shape
     gap = -(length + shared_k.shape[1]) % tile
 
@@ -248,13 +249,13 @@ def _single_attention(
 def _suffix_attention(
     config: Pi0Config, prefix_mask: Bool[Array, "B P"], suffix_mask: Bool[Array, "S S"]
 ) -> Callable[[Array, Array, Array, Array, Array], Array]:
-    """Attention of N suffixes to the prefix and each to itself: (queries, own keys and values, the prefix's) -> out."""
+    """Attention of N suffixes to the prefix and to themselves: (q, own k and v, the prefix's k and v) -> out."""
 
     def plain(q: Array, k: Array, v: Array, prefix_k: Array, prefix_v: Array) -> Array:
         allowed = suffix_mask[: q.shape[2], : k.shape[2]]
         return kept(joint_attention(q, k, v, prefix_k, prefix_v, prefix_mask, allowed), "attention")
 
-    # π₀'s state comes first and sees no action; all actions see everything.
+    # π₀'s state token comes first and does not attend to actions, so the fused kernel runs without it.
     alone, heads = 0 if config.pi05 else 1, config.expert.num_heads // config.expert.num_kv_heads
     how = attention.kernel(config, config.expert.head_dim, tokens=(len(suffix_mask) - alone) * heads)
     if how is None or len(suffix_mask) == alone:
@@ -265,12 +266,12 @@ def _suffix_attention(
         batch, num, _, kv_heads, head_dim = k.shape
 
         def joined(own: Array, shared: Array) -> Array:
-            # The prefix behind: what is not real has to come last. Kernels want an even number of keys.
+            # The prefix goes last, because padding has to. Kernels need an even number of keys.
             shared = jnp.broadcast_to(shared[:, None], (batch, num, *shared.shape[1:]))
             keys = jnp.concatenate([own, shared], axis=2).reshape(batch * num, -1, kv_heads, head_dim)
             return jnp.pad(keys, ((0, 0), (0, keys.shape[1] % 2), (0, 0), (0, 0)))
 
-        # Query heads that share a key head become queries of one head: few, but a kernel's tile is full.
+        # Query heads that share a key head become queries of one head, which fills the kernel's tile.
         actions = attention.grouped(q[:, :, alone:], k).swapaxes(3, 4)
         queries = actions.reshape(batch * num, -1, kv_heads, head_dim)
         lengths = jnp.repeat(real, num).astype(jnp.int32)
@@ -285,13 +286,13 @@ def _suffix_attention(
 
 
 def suffix_rotation(config: Pi0Config, prefix_mask: Bool[Array, "B P"], length: int, start: int = 0) -> Rotation:
-    """Positions of suffix tokens, continuing after the real tokens of the prefix; the same for all candidates."""
+    """Rotary embedding of suffix tokens, whose positions continue after the prefix's real ones; same for all N."""
     positions = prefix_mask.sum(-1)[:, None] + jnp.arange(start, start + length)
     return rotation(positions[:, None, :], config.expert.head_dim, limit=prefix_mask.shape[1] + start + length)
 
 
 def expert_layers(layers: Params, expert: int) -> Params:
-    """The stacked weights of one expert, under names without its suffix."""
+    """One expert's stacked weights, with the `_1` suffix removed from their names."""
     suffix = "" if expert == 0 else "_1"
     return {
         "attn": {name: layers["attn"][f"{name}{suffix}"] for name in ("q_einsum", "kv_einsum", "attn_vec_einsum")},
@@ -300,7 +301,7 @@ def expert_layers(layers: Params, expert: int) -> Params:
 
 
 def _apart(layers: Params, at: At) -> Params:
-    """Of each layer, gate and up one by one."""
+    """One layer's weights, with gate and up as separate arrays."""
     both = layers["mlp"]["gating_einsum"]
     found = jax.tree.map(at, layers)
     return found | {"mlp": found["mlp"] | {"gating_einsum": [at(both, 0), at(both, 1)]}}
@@ -326,7 +327,7 @@ def _after_attention(
     cond: Float[Array, "... W"] | None,
     whole: bool,
 ) -> Float[Array, "... T W"]:
-    """The rest of a block: output projection, residual, norm, gated feed-forward (`whole`: by a kernel), residual."""
+    """The rest of a block: output projection, residual, norm, feed-forward, residual. `whole`: use the gated kernel."""
     x = residual(x, einsum("...tnh,nhd->...td", attended, w["attn"]["attn_vec_einsum"], config.attn_lora), gate)
     x = kept(x, "attended")
     h, gate = rms_norm(w["pre_ffw_norm"], x, cond)

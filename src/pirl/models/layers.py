@@ -16,12 +16,12 @@ from pirl.parallel.placement import by_sample
 def rms_norm(
     params: Params, x: Float[Array, "... T W"], cond: Float[Array, "... W"] | None
 ) -> tuple[Float[Array, "... T W"], Float[Array, "... W"] | None]:
-    """RMS norm with statistics in float32. With a condition: adaptive scale and shift, and a gate for the residual.
+    """RMS norm with float32 statistics. With a condition: adaptive scale and shift, and a gate for the residual.
 
-    The condition is of the whole sequence, or of each of its tokens.
+    The condition has one vector per sequence, or one per token.
     """
     if cond is None:
-        # A frozen scale is stored in bfloat16: 1 + scale must not be rounded to it.
+        # Frozen scales are stored in bfloat16; compute 1 + scale in float32.
         return (_normed(x) * (1 + params["scale"].astype(jnp.float32))).astype(x.dtype), None
     dense = params["Dense_0"]
     return modulated(x, cond.astype(x.dtype) @ dense["kernel"].astype(x.dtype) + dense["bias"].astype(x.dtype))
@@ -30,7 +30,7 @@ def rms_norm(
 def modulated(
     x: Float[Array, "... T W"], modulation: Float[Array, "... W3"]
 ) -> tuple[Float[Array, "... T W"], Float[Array, "... W"]]:
-    """The adaptive norm, of what its condition has become: scale, shift and gate side by side."""
+    """The adaptive norm for a given modulation, the concatenated scale, shift and gate. Returns (normed, gate)."""
     each = modulation if modulation.ndim == x.ndim else modulation[..., None, :]
     scale, shift, gate = jnp.split(each, 3, axis=-1)
     return (_normed(x) * (1 + scale.astype(jnp.float32)) + shift).astype(x.dtype), gate
@@ -46,17 +46,17 @@ def residual(x: Array, branch: Array, gate: Array | None) -> Array:
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding of a sequence of positions, shared by all layers."""
+    """Rotary embedding of a sequence's positions, shared by all layers."""
 
     sin: Float[Array, "... T 1 half"]
     cos: Float[Array, "... T 1 half"]
 
 
 def rotation(positions: Int[Array, "... T"], head_dim: int, limit: int) -> Rotation:
-    """Sine and cosine of every position's rotary angles, looked up in a table of `limit` positions.
+    """Sine and cosine of every position's rotary angles, looked up in a NumPy table of `limit` positions.
 
-    Wavelengths reach 10,000; angles are rounded to float32 as OpenPI's are. Computed in jax instead, XLA would replace
-    the division by a product with the reciprocal, which at position 500 is visible in the fifth digit of a key.
+    Wavelengths reach 10,000; angles are rounded to float32 as in OpenPI. In jax, XLA would turn the division into a
+    multiplication by the reciprocal, which at position 500 changes the fifth digit of a key.
     """
     half = head_dim // 2
     wavelengths = (10_000 ** (np.arange(half) / half)).astype(np.float32)
@@ -66,14 +66,14 @@ def rotation(positions: Int[Array, "... T"], head_dim: int, limit: int) -> Rotat
 
 
 def rope(x: Float[Array, "... T n h"], rotation: Rotation) -> Float[Array, "... T n h"]:
-    """Rotary positions: the two halves of a head (not neighbouring pairs) are rotated, in float32."""
+    """Apply rotary positions: rotate the two halves of a head (not neighbouring pairs), in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     sin, cos = rotation
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def einsum(equation: str, x: Array, params: Params, lora: LoRAConfig | None) -> Array:
-    """A projection with its low-rank adapter; the rank is the last axis of `lora_a`, the last but one of `lora_b`."""
+    """A projection plus its low-rank adapter: `lora_a` replaces w's last axis by the rank, `lora_b` the one before."""
     out = jnp.einsum(equation, x, params["w"].astype(x.dtype))
     if lora is None:
         return out

@@ -1,4 +1,13 @@
-"""A flow policy over the state alone: Q-chunking's network (4 × 512, GELU), behind the same contract as π₀."""
+"""A flow policy over the state alone: Q-chunking's network (4 × 512, GELU), behind the same contract as π₀.
+
+    predicts velocity   v = f(s, x_t, t)                           Q-chunking
+    predicts chunk      v = (x_t - f(s, x_t, t)) / max(t, t_min)   JiT (arXiv 2511.13720)
+
+The velocity ε - a holds all the noise, so a network that predicts it must carry H·A noisy numbers from end to end.
+Where hidden layers are not much wider than that, samples stay noisy. The clean chunk is a function of few numbers,
+those of the state; the noise passes by the network. Sampling ends at f itself: the last of F Euler steps is from
+t = 1/F. The loss of f is (f - a)²/t²; t_min bounds its weight.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +21,10 @@ from pirl.models.config import MLPFlowConfig
 from pirl.models.observation import Observation
 from pirl.models.params import Leaf, Params, initialize, shapes_of, zeros
 
+MIN_TIME = 0.1
+"""t_min: sampling in at most 10 steps never goes below. JiT takes 0.05. Here that trains more slowly, as the few points
+next to the data then outweigh all others (test_mlp.py's narrow network: an error of 0.17, at 0.15 one of 0.04)."""
+
 
 def _dense(fan_in: int, fan_out: int) -> Leaf:
     """Q-chunking's initialisation: uniform of variance 1/mean(fan_in, fan_out)."""
@@ -20,7 +33,7 @@ def _dense(fan_in: int, fan_out: int) -> Leaf:
 
 @dataclass(frozen=True)
 class MLPFlow:
-    """v(s, x_t, t) by one multi-layer perceptron over their concatenation."""
+    """v(s, x_t, t) by one multi-layer perceptron f over their concatenation."""
 
     config: MLPFlowConfig
 
@@ -93,6 +106,9 @@ class MLPFlow:
             h = start + x_t.reshape(*t.shape, -1).astype(dtype) @ of_chunk + t[..., None].astype(dtype) * of_time
             for kernel, bias in zip(kernels[1:], biases[1:], strict=True):
                 h = jax.nn.gelu(h) @ kernel + bias
-            return h.reshape(x_t.shape).astype(x_t.dtype)
+            out = h.reshape(x_t.shape).astype(x_t.dtype)
+            if self.config.predicts == "velocity":
+                return out
+            return (x_t - out) / jnp.maximum(t, MIN_TIME)[..., None, None]
 
         return velocity

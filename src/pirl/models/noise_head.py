@@ -1,8 +1,8 @@
-"""The noise scale of Flow-Noise: a small network that only training uses, not the served policy.
+"""The noise scale of Flow-Noise: a small network for training only; the served policy does without it.
 
-It reads what the policy saw (the mean of its prefix tokens, the proprioception), the noisy chunk and the time, and
-gives a standard deviation for every number of the chunk, between two bounds. It starts in the middle of them,
-everywhere alike. No gradient leaves towards the policy.
+It reads the observation (the mean prefix token, the proprioception), the noisy chunk and the time, and outputs a
+standard deviation between two bounds for every number of the chunk. It starts at their geometric mean everywhere. No
+gradient flows into the policy.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from pirl.models.params import Leaf, Params, initialize, lecun_normal, zeros
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseHead:
-    """One hidden layer."""
+    """An MLP with one hidden layer."""
 
     horizon: int
     """Actions per chunk."""
     action_dim: int
-    """Size of an action, as the policy sees it."""
+    """Size of an action at the policy's input (padded)."""
     state_dim: int
-    """Real dimensions of the state: the first ones."""
+    """Number of real (leading) dimensions of the state."""
     feature_width: int | None
     """Size of a prefix token; None for policies without a prefix."""
     low: float
@@ -36,7 +36,7 @@ class NoiseHead:
     """Size of the hidden layer."""
 
     def declare(self) -> dict[str, Leaf]:
-        """Every parameter. All sources start equally loud, however wide."""
+        """Every parameter. All sources start with equal variance, whatever their width."""
         chunk = self.horizon * self.action_dim
         sources = {"state": self.state_dim, "chunk": chunk, "time": 3}
         if self.feature_width is not None:
@@ -56,7 +56,7 @@ class NoiseHead:
     def std(
         self, params: Params, inputs: CriticInputs, x: Float[Array, "B N H A"], t: Float[Array, "B N"]
     ) -> Float[Array, "B N H A"]:
-        """Standard deviations of the steps that begin at x and t: log σ is squashed between its bounds."""
+        """Standard deviations σ of the Euler steps from x at t; tanh squashes log σ between its bounds."""
         inputs, x = jax.lax.stop_gradient((inputs, x))
         hidden = inputs.state[:, : self.state_dim].astype(jnp.float32) @ params["state"] + params["bias"]
         if self.feature_width is not None:

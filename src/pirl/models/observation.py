@@ -18,12 +18,12 @@ AnyArray = Array | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One batch of observations. A camera the robot does not have is simply absent."""
+    """One batch of observations. Cameras the robot does not have are absent."""
 
     images: dict[str, Float[AnyArray, "B ..."] | UInt8[AnyArray, "B ..."]]
     """Per camera slot [B, h, w, 3]: uint8, or float in [-1, 1]."""
     image_masks: dict[str, Bool[AnyArray, "B"]]
-    """Per camera slot: is the picture real? Camera slots without a mask are."""
+    """Per camera slot: whether the image is real. Slots without a mask are."""
     state: Float[AnyArray, "B S"]
     """Proprioception, normalised and padded to the model's action dimension."""
     tokenized_prompt: Int[AnyArray, "B L"] | None = None
@@ -33,7 +33,7 @@ class Observation:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Observation":
-        """From OpenPI's model-input dictionary (other keys, such as actions, are ignored)."""
+        """From OpenPI's model-input dictionary; other keys, such as actions, are ignored."""
         if names.STATE not in data:
             raise ConfigError(f"an observation has the keys {sorted(data)}, but {names.STATE!r} is not among them")
         prompt, mask = data.get(names.TOKENIZED_PROMPT), data.get(names.TOKENIZED_PROMPT_MASK)
@@ -55,7 +55,7 @@ def batch_size(observation: Observation) -> int:
 
 
 def with_prompt(observation: Observation, prompts: Mapping[str, Array], which: Int[Array, "B"]) -> Observation:
-    """The observations with one of several prompts each (a batch's `suffixed_prompts`)."""
+    """The observations with prompt `which[b]` of the V in `prompts` (a batch's `suffixed_prompts`)."""
     tokens, mask = (
         jnp.take_along_axis(prompts[name], which[:, None, None], axis=1)[:, 0]
         for name in (names.TOKENIZED_PROMPT, names.TOKENIZED_PROMPT_MASK)

@@ -21,7 +21,7 @@ Initializer = Callable[[Array, tuple[int, ...]], Array]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter: its shape and how it starts."""
+    """One parameter: its shape and initializer."""
 
     shape: tuple[int, ...]
     init: Initializer
@@ -43,7 +43,7 @@ def normal(stddev: float) -> Initializer:
 
 
 def lecun_normal(fan_in: int) -> Initializer:
-    """Truncated Gaussian of variance 1/fan_in; stacked layers and heads share the fan."""
+    """Truncated Gaussian of variance 1/fan_in. `fan_in` is explicit because leaves may have layer and head axes."""
 
     def init(key: Array, shape: tuple[int, ...]) -> Array:
         # 0.8796 is the standard deviation of a unit Gaussian truncated at ±2, as in jax.nn.initializers.
@@ -59,23 +59,23 @@ def xavier_uniform(fan_in: int, fan_out: int) -> Initializer:
 
 
 def prefixed(prefix: str, leaves: Mapping[str, Leaf], *, stack: int | None = None) -> dict[str, Leaf]:
-    """The leaves under another path; `stack` puts a layer axis in front."""
+    """The leaves under a path prefix; `stack` adds a leading layer axis of that size."""
     axis = () if stack is None else (stack,)
     return {f"{prefix}/{path}": Leaf((*axis, *leaf.shape), leaf.init) for path, leaf in leaves.items()}
 
 
 def shapes_of(leaves: Mapping[str, Leaf]) -> Params:
-    """The tree of shapes; nothing is allocated."""
+    """The tree of shapes, without allocating."""
     return nest({path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for path, leaf in leaves.items()})
 
 
 def initialize(leaves: Mapping[str, Leaf], key: Array) -> Params:
-    """Fresh parameters. Each leaf draws from a key made of its own path, so adding a leaf moves no other."""
+    """Fresh parameters. Each leaf's key derives from its path, so adding a leaf changes no other."""
     return nest(
         {p: leaf.init(jax.random.fold_in(key, zlib.crc32(p.encode())), leaf.shape) for p, leaf in leaves.items()}
     )
 
 
 def count(leaves: Iterable[Any]) -> int:
-    """Number of values in some leaves."""
+    """Total number of elements."""
     return sum(math.prod(leaf.shape) for leaf in leaves)

@@ -1,11 +1,11 @@
 """π₀ and π₀.₅: from pixels to the velocity of an action chunk, over OpenPI's parameter tree.
 
-    encode    pictures -> SigLIP ┐
-              prompt -> embedder ┴-> VLM (Gemma, expert 0) -> per-layer keys and values      once per observation
-    velocity  state, x_t, t -> action expert (Gemma, expert 1), attending to those -> dx/dt   as often as wanted
+    encode    images -> SigLIP   ┐
+              prompt -> embedder ┴-> VLM (Gemma, expert 0) -> per-layer keys and values     once per observation
+    velocity  state, x_t, t -> action expert (Gemma, expert 1), attending to those -> dx/dt  once per Euler step
 
 π₀ feeds the state as a token and mixes the time into the action tokens; π₀.₅ has the state in its prompt and feeds the
-time through adaptive norms. All else is shared. `flow.py` makes the loss and the sampler from these two calls.
+time through adaptive norms. Everything else is shared. `flow.py` builds the loss and the sampler from these two calls.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,20 @@ from pirl.models.params import Leaf, Params, initialize, lecun_normal, prefixed,
 from pirl.parallel.placement import by_sample
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
-"""Periods of the flow time's embedding."""
+"""Shortest and longest period of the flow time's embedding."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Everything `velocity` needs of an observation, and what a critic reads."""
+    """The encoded observation: what `velocity` and the critic read."""
 
     keys: Float[Array, "layers B P K h"]
-    """Keys of the prefix in each layer, positions applied."""
+    """Keys of the prefix in each layer, after RoPE."""
     values: Float[Array, "layers B P K h"]
     """Values of the prefix in each layer."""
     mask: Bool[Array, "B P"]
-    """Which prefix tokens are real; they come first where attention is fused."""
+    """Which prefix tokens are real. With fused attention the real ones come first."""
     positions: Int[Array, "B P"]
     """Positions of the prefix tokens; padding does not advance them."""
     features: Float[Array, "B P W"]
@@ -63,12 +63,12 @@ class Pi0:
 
     @property
     def action_dim(self) -> int:
-        """Dimension of padded actions."""
+        """Size of a padded action."""
         return self.config.action_dim
 
     @property
     def condition_path(self) -> str:
-        """The bias under which noisy actions become tokens."""
+        """The bias of the projection from noisy actions to tokens."""
         return "action_in_proj/bias"
 
     def init(self, key: Array) -> Params:
@@ -76,16 +76,16 @@ class Pi0:
         return initialize(declare(self.config), key)
 
     def prepare(self, observation: Observation, key: Array | None = None) -> Observation:
-        """Pictures scaled and letterboxed; augmented where a key is given."""
+        """Scale and letterbox images; augment them if a key is given."""
         return preprocess.prepare(observation, size=self.config.image_size, cameras=self.config.cameras, key=key)
 
     def encode(self, params: Params, observation: Observation) -> Encoded:
-        """Run SigLIP and the VLM once. Pictures may be raw (uint8, any size) or prepared."""
+        """Run SigLIP and the VLM once. Images may be raw (uint8, any size) or prepared."""
         config = self.config
         x, mask = embed_prefix(params, config, self.prepare(observation))
         if attention.kernel(config, config.vlm.head_dim) is not None:
             x, mask = attention.real_first(x, mask)
-        # Padding does not advance positions, so leaving it out changes nothing.
+        # Padding does not advance positions, so a prefix without padding gives the same result.
         positions = jnp.cumsum(mask, axis=1) - 1
         prefix = gemma.encode_prefix(params["PaliGemma"]["llm"], config, x, mask, positions)
         return Encoded(
@@ -100,12 +100,12 @@ class Pi0:
     def velocity(
         self, params: Params, context: Encoded, x_t: Float[Array, "B N H A"], t: Float[Array, "B N *H"]
     ) -> Float[Array, "B N H A"]:
-        """dx/dt at N noisy chunks per observation; `t` is of each chunk, or of each of its steps."""
+        """dx/dt at N noisy chunks per observation; one `t` per chunk, or per step of a chunk."""
         suffix = run_expert(params, self.config, context, x_t, t)
         return _linear(params["action_out_proj"], suffix.out[:, :, -x_t.shape[2] :])
 
     def field(self, params: Params, context: Encoded) -> Callable[[Array, Array], Array]:
-        """`velocity` at this context, for many evaluations: what they share is computed here, once. No gradients."""
+        """`velocity` at this context, for repeated evaluation: shared work runs once, here. Gradients are stopped."""
         config = self.config
         params, context = jax.lax.stop_gradient((params, context))
         llm = params["PaliGemma"]["llm"]
@@ -128,9 +128,9 @@ class Pi0:
         return velocity
 
     def for_inference(self, params: Params) -> Params:
-        """The same weights for `encode` and `field` alone: layers apart, the expert's packed, in the compute type.
+        """The weights for `encode` and `field` only: one tree per layer, the expert's packed, cast to `dtype`.
 
-        Out of stacked weights each call cuts and casts every layer anew, which at small batches is most of its time.
+        With stacked weights every call slices and casts each layer, which takes most of the time at small batches.
         """
         dtype, vision = jnp.dtype(self.config.dtype), params["PaliGemma"]["img"]
         llm = params["PaliGemma"]["llm"]
@@ -173,13 +173,13 @@ def param_shapes(config: Pi0Config) -> Params:
 def embed_prefix(
     params: Params, config: Pi0Config, observation: Observation
 ) -> tuple[Float[Array, "B P W"], Bool[Array, "B P"]]:
-    """Picture tokens camera by camera, then prompt tokens, with the mask of real ones; pictures are prepared."""
+    """Prefix tokens (cameras in order, then the prompt) and the mask of real ones, from a prepared observation."""
     if not observation.images and observation.tokenized_prompt is None:
         raise ConfigError("an observation with neither pictures nor a prompt has no prefix to encode")
     dtype = jnp.dtype(config.dtype)
     tokens, masks = [], []
     if observation.images:
-        # All cameras in one pass: SigLIP sees each picture alone.
+        # SigLIP sees each image alone, so all cameras go through it in one batch.
         stacked = jnp.stack(list(observation.images.values()), axis=1)
         batch, cameras = stacked.shape[:2]
         x = siglip.encode_images(params["PaliGemma"]["img"], config, stacked.reshape(-1, *stacked.shape[2:]))
@@ -199,14 +199,14 @@ def embed_suffix(
     x_t: Float[Array, "B N H A"],
     t: Float[Array, "B N *H"],
 ) -> tuple[Float[Array, "B N T W"], Bool[Array, "T T"], Float[Array, "B N *H W"] | None]:
-    """Suffix tokens, which of them may attend to which, and the condition of the adaptive norms (π₀.₅ only)."""
+    """Suffix tokens, their attention mask, and the condition of the adaptive norms (π₀.₅ only)."""
     actions, cond = embed_actions(params, config, x_t, t)
     horizon = x_t.shape[2]
     if config.pi05:
         return actions, jnp.ones((horizon, horizon), bool), cond
     token = _linear(params["state_proj"], state)[:, None, None]
     x = jnp.concatenate([jnp.broadcast_to(token, (*actions.shape[:2], 1, token.shape[-1])), actions], axis=2)
-    # The state attends to itself alone, actions to everything.
+    # The state's token attends only to itself (and the prefix), actions to everything.
     mask = jnp.ones((horizon + 1, horizon + 1), bool).at[0, 1:].set(False)
     return x, mask, None
 
@@ -219,7 +219,7 @@ def embed_actions(
     if config.pi05:
         cond = jax.nn.silu(_linear(params["time_mlp_in"], time))
         return _linear(params["action_in_proj"], x_t), jax.nn.silu(_linear(params["time_mlp_out"], cond))
-    # OpenPI multiplies [actions, time] by one matrix. Its half for a chunk's time is the same for all its steps.
+    # OpenPI multiplies [actions, time] by one matrix. With one time per chunk its time half is the same at all steps.
     first, width = params["action_time_mlp_in"], config.expert.width
     hidden = _linear(params["action_in_proj"], x_t)
     if len(first["kernel"]) > width:
@@ -230,9 +230,9 @@ def embed_actions(
 
 
 def fold_heads(params: Params) -> Params:
-    """The same for `embed_actions`, with π₀'s first two matrices multiplied: nothing bends what is between them.
+    """Parameters for `embed_actions` with π₀'s first two matrices multiplied into one: both layers are linear.
 
-    No rows are left in the second then, but those for the time.
+    The second matrix keeps only its rows for the time.
     """
     into, first = params["action_in_proj"], params["action_time_mlp_in"]
     of_actions, of_time = jnp.split(first["kernel"], 2)
@@ -262,7 +262,7 @@ def run_expert(
 
 
 def embed_time(t: Float[Array, "B N *H"], width: int) -> Float[Array, "B N *H W"]:
-    """Sines and cosines of the flow time, in float32: the shortest period makes one ulp of t visible."""
+    """Sines and cosines of the flow time. In float32, because at the shortest period one ulp of t matters."""
     fraction = jnp.linspace(0.0, 1.0, width // 2)
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction
     angle = t.astype(jnp.float32)[..., None] * (1.0 / period * 2 * jnp.pi)
@@ -270,5 +270,5 @@ def embed_time(t: Float[Array, "B N *H"], width: int) -> Float[Array, "B N *H W"
 
 
 def _linear(params: Params, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-    """A head. It has no type of its own: float32 weights or inputs make a float32 result, as in OpenPI."""
+    """A dense layer with the usual type promotion, as in OpenPI: float32 weights or inputs give a float32 result."""
     return by_sample(x @ params["kernel"] + params["bias"])

@@ -13,8 +13,8 @@ from pirl.models.params import Params
 class FlowPolicy(Protocol):
     """A velocity field over action chunks, conditioned on an observation.
 
-    Everything that does not depend on the noisy chunk belongs into `encode`, which is expensive and runs once per
-    observation. Flow loss at several times, N candidates, guidance branches and critics all share its result.
+    Put everything that does not depend on the noisy chunk into `encode`: it is expensive and runs once per observation.
+    Flow loss at several times, N candidates, guidance branches and critics share its result.
     """
 
     @property
@@ -23,44 +23,44 @@ class FlowPolicy(Protocol):
 
     @property
     def action_dim(self) -> int:
-        """Size of an action, as the policy sees it."""
+        """Size of an action at the model's input (padded)."""
 
     def init(self, key: Array) -> Params:
         """Fresh parameters."""
 
     def prepare(self, observation: Observation, key: Array | None = None) -> Observation:
-        """Observations as `encode` reads them; augmented where a key is given. `encode` prepares what is not."""
+        """Preprocess images for `encode`, augmented if a key is given. `encode` itself prepares raw images."""
 
     def encode(self, params: Params, observation: Observation) -> Any:
-        """The context that `velocity` needs, as a pytree."""
+        """The pytree that `velocity` takes as its context."""
 
     def velocity(
         self, params: Params, context: Any, x_t: Float[Array, "B N H A"], t: Float[Array, "B N"]
     ) -> Float[Array, "B N H A"]:
         """dx/dt at N noisy chunks per observation; t = 1 is noise, t = 0 is data.
 
-        π₀ also takes a time for each step of a chunk, [B, N, H].
+        π₀ also accepts one time per step, [B, N, H].
         """
 
 
 @runtime_checkable
 class Conditionable(Protocol):
-    """A policy with a condition: a vector that is added to one of its biases."""
+    """A policy that can be conditioned by adding a vector to one of its biases."""
 
     @property
     def condition_path(self) -> str:
-        """Path of that bias. It is one that noisy chunks pass by, and that `encode` does not read."""
+        """Parameter path of that bias. `velocity` reads it and `encode` does not, so conditions share one context."""
 
 
 @runtime_checkable
 class Preparing(Protocol):
-    """A policy that can prepare for many evaluations of its field at one context, as sampling makes them."""
+    """A policy that can precompute what repeated evaluations of its field at one context share, as in sampling."""
 
     def field(self, params: Params, context: Any) -> Callable[[Array, Array], Array]:
-        """`velocity` as a function of (x_t, t) alone, with all that does not depend on them computed beforehand."""
+        """`velocity` as a function of (x_t, t), with everything that does not depend on them precomputed."""
 
     def for_inference(self, params: Params) -> Params:
-        """The same weights for `encode` and `field` alone, as they are fastest read."""
+        """The weights in the layout that `encode` and `field` read fastest; only those two accept it."""
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ class Optimised(Protocol):
     """A policy with rematerialisation and fused kernels, such as π₀."""
 
     def plain(self) -> FlowPolicy:
-        """The same policy without them, to count its operations."""
+        """The same policy without them, for counting FLOPs."""
 
 
 def plain(policy: FlowPolicy) -> FlowPolicy:

@@ -1,4 +1,4 @@
-"""Camera images to SigLIP's input, on the device: scale, letterbox, augment. Equal to OpenPI's."""
+"""From camera images to SigLIP's input, on the device: scale, letterbox, augment. Same result as OpenPI's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +17,10 @@ BRIGHTNESS, CONTRAST, SATURATION = 0.3, 0.4, 0.5
 
 @jax.named_scope("pictures")
 def prepare(observation: Observation, *, size: int, cameras: Sequence[str], key: Array | None = None) -> Observation:
-    """Pictures as float32 in [-1, 1] at the model's size, in the model's camera order, with a mask each.
+    """Images as float32 in [-1, 1] at the model's size, in the model's camera order, each with a mask.
 
-    With a key they are augmented, as in OpenPI's training. Pictures that are already float and of the right size pass
-    unchanged, so preparing twice is harmless.
+    A key augments them as in OpenPI's training. Without a key this is idempotent: float images of the right size pass
+    unchanged.
     """
     unknown = sorted(set(observation.images) - set(cameras))
     if unknown:
@@ -43,14 +43,14 @@ def prepare(observation: Observation, *, size: int, cameras: Sequence[str], key:
 
 
 def to_float(image: UInt8[Array, "B h w 3"] | Float[Array, "B h w 3"]) -> Float[Array, "B h w 3"]:
-    """0..255 to [-1, 1]; float pictures are taken as they are."""
+    """uint8 0..255 to float32 in [-1, 1]; float images keep their values."""
     if image.dtype == jnp.uint8:
         return image.astype(jnp.float32) / 255.0 * 2.0 - 1.0
     return image.astype(jnp.float32)
 
 
 def letterbox(image: Float[Array, "B h w 3"], size: int) -> Float[Array, "B size size 3"]:
-    """Shrink or grow to fit the square, keep the aspect ratio, fill the rest with black (-1)."""
+    """Resize to fit the square, keeping the aspect ratio; pad with black (-1)."""
     height, width = image.shape[1:3]
     if (height, width) == (size, size):
         return image
@@ -65,9 +65,10 @@ def letterbox(image: Float[Array, "B h w 3"], size: int) -> Float[Array, "B size
 
 
 def augment(key: Array, image: Float[Array, "B h w 3"], *, geometric: bool) -> Float[Array, "B h w 3"]:
-    """Random crop and rotation (not for wrist cameras), then colour jitter; one draw per sample.
+    """Random crop and rotation (`geometric`; not for wrist cameras), then colour jitter; one draw per sample.
 
-    Cameras of a sample share the key, so they are jittered alike.
+    `prepare` passes the same key for every camera, so a sample's wrist cameras get the same jitter; the base camera's
+    differs, because its chain of transforms is longer.
     """
     import augmax  # only training needs it
 

@@ -13,7 +13,7 @@ from pirl.models.params import Leaf, Params, lecun_normal, normal, ones, prefixe
 from pirl.parallel.placement import by_sample
 
 MANY = 2**23
-"""Numbers from which a projection fills a GPU alone: those of some 30 pictures."""
+"""Activation size (elements) from which one projection fills a GPU: about 30 images."""
 
 
 def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[str, Leaf]:
@@ -40,7 +40,7 @@ def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[s
         **prefixed("Transformer/encoderblock", block, stack=config.depth),
         "Transformer/encoder_norm/scale": Leaf((width,), ones),
         "Transformer/encoder_norm/bias": Leaf((width,), zeros),
-        # Zero as in OpenPI: before training, a fresh model does not see.
+        # Zero as in OpenPI: a freshly initialised model ignores its images.
         "head/kernel": Leaf((width, out_width), zeros),
         "head/bias": Leaf((out_width,), zeros),
     }
@@ -48,7 +48,7 @@ def declare(config: SigLIPConfig, *, num_patches: int, out_width: int) -> dict[s
 
 @jax.named_scope("siglip")
 def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w 3"]) -> Float[Array, "B P W"]:
-    """Pictures in [-1, 1] to one token per patch, row by row."""
+    """Encode images in [-1, 1] to one token per patch, in row-major order."""
     dtype = jnp.dtype(config.dtype)
     x = _patches(images, config.vision.patch_size)
     kernel = params["embedding"]["kernel"].astype(jnp.float32)
@@ -70,7 +70,7 @@ def encode_images(params: Params, config: Pi0Config, images: Float[Array, "B h w
 
 
 def _patches(images: Float[Array, "B h w 3"], patch: int) -> Float[Array, "B P K"]:
-    """Non-overlapping patches as rows (what a strided convolution without padding sees)."""
+    """Flattened non-overlapping patches, as a strided convolution without padding reads them."""
     batch, height, width, channels = images.shape
     rows, columns = height // patch, width // patch
     x = images[:, : rows * patch, : columns * patch].astype(jnp.float32)
@@ -84,7 +84,7 @@ def _layer_norm(params: Params, x: Float[Array, "B P W"]) -> Float[Array, "B P W
 
 @jax.custom_vjp
 def _normed(x: Float[Array, "B P W"], scale: Float[Array, "W"], bias: Float[Array, "W"]) -> Float[Array, "B P W"]:
-    # The mean first and the variance around it: one kernel on a GPU.
+    # Two-pass variance: XLA fuses it into one kernel on a GPU.
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(-1, keepdims=True)
     factor = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6) * scale
@@ -92,7 +92,7 @@ def _normed(x: Float[Array, "B P W"], scale: Float[Array, "W"], bias: Float[Arra
 
 
 def _at_once(x: Float[Array, "B P W"], scale: Float[Array, "W"], bias: Float[Array, "W"]) -> Float[Array, "B P W"]:
-    """The same by E[x²] - E[x]², as flax computes it: its gradient takes fewer kernels."""
+    """`_normed` with variance E[x²] - E[x]², as in flax. Used for the gradient, where it takes fewer kernels."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.maximum(0.0, jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean))
@@ -114,7 +114,7 @@ def _biased(x: Float[Array, "B P W"], bias: Float[Array, "W"]) -> Float[Array, "
 
 
 def _summed(_: None, gradient: Float[Array, "B P W"]) -> tuple[Float[Array, "B P W"], Float[Array, "W"]]:
-    # The sum is taken of what lies in memory: fused with what the gradient comes from, that would run twice.
+    # The barrier makes the sum read the gradient from memory; fused with its producer, XLA would compute it twice.
     return gradient, jax.lax.optimization_barrier(gradient).sum((0, 1))
 
 
@@ -123,8 +123,8 @@ _biased.defvjp(lambda x, bias: (x + bias, None), _summed)
 
 @jax.custom_vjp
 def _thrice(x: Float[Array, "B P W"]) -> tuple[Array, Array, Array]:
-    """The same three times, and the compiler does not know it: it would join products of the same thing, and then copy
-    what it has joined to where it is needed apart.
+    """x three times, behind a barrier that hides it from XLA, which would merge the three projections of x into one
+    product and then copy its parts apart.
     """
     return jax.lax.optimization_barrier((x, x, x))
 
@@ -144,7 +144,7 @@ def _attention(params: Params, x: Float[Array, "B P W"], how: attention.Kernel |
     names = ("query", "key", "value")
     q, k, v = (kept(project(name, x), "vision_qkv") for name, x in zip(names, seen, strict=True))
     if how is None:
-        # Unlike Gemma's, this softmax is taken in the activations' type.
+        # Unlike Gemma's, this softmax runs in the activations' dtype.
         logits = jnp.einsum("bqnh,bknh->bnqk", q / jnp.sqrt(q.shape[-1]).astype(q.dtype), k)
         out = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits, axis=-1), v)
     else:

@@ -15,11 +15,9 @@ per node each drives one (`JAX_LOCAL_DEVICE_IDS` says otherwise).
 import json
 import logging
 import os
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,8 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from pirl.errors import ConfigError, PirlError
+from pirl.errors import ConfigError
+from pirl.parallel.failures import DistributedError
 from pirl.parallel.sharding import check_batch, data_sharding
 
 logger = logging.getLogger(__name__)
@@ -36,19 +35,10 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 _barriers: Counter[str] = Counter()
 
 
-class DistributedError(PirlError):
-    """Processes that failed to connect or to synchronise."""
-
-
-class LostProcessError(DistributedError):
-    """Another process of the run died. This one exits without a shutdown barrier."""
-
-
 HEARTBEAT_SECONDS = 40
 """JAX ends all processes when one is silent for this long."""
 _ASK_SECONDS = 0.1
 """Processes that wait for others look for news this often."""
-_LOST = re.compile(r"gloo|nccl|heartbeat|coordination.?service|(reset|closed) by peer|socket closed", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,24 +129,10 @@ def initialize(
             hint="all processes must be started, with one coordinator address that each can reach, ids 0 to "
             f"{place.num_processes - 1}, and before anything else uses jax; proxies (http_proxy) can block them",
         ) from error
+    if jax.default_backend() == "cpu":
+        # A program that XLA reads back from the cache runs its collectives in any order: Gloo aborts over the mismatch.
+        jax.config.update("jax_enable_compilation_cache", False)
     return place
-
-
-@contextmanager
-def all_alive() -> Iterator[None]:
-    """Turn errors caused by a dead process into one that names the cause."""
-    try:
-        yield
-    except Exception as error:
-        chain = [str(one) for one in (error, error.__cause__, error.__context__) if one is not None]
-        if jax.process_count() > 1 and any(_LOST.search(text) for text in chain):
-            raise LostProcessError(
-                f"process {jax.process_index()} of {jax.process_count()} lost another one: "
-                f"{chain[-1].splitlines()[0][:300]}",
-                hint="see its log, or the scheduler's; start all of them again with --resume auto: complete "
-                "steps are untouched",
-            ) from error
-        raise
 
 
 def is_main() -> bool:

@@ -1,19 +1,19 @@
 """Peak device memory of one step, from jax's trace of the update.
 
-The trace lists every array of the step, in order; counted is what is alive at the same time. That follows the code:
-an algorithm's second forward pass, N candidates, a kept copy, a branch, whatever the remat setting keeps. What XLA
-makes of a trace is not in it, so three rules say which arrays lie in memory at all:
+The trace lists every array of the step in order; this module adds up the arrays that are alive at the same time. So it
+follows the code: an algorithm's second forward pass, N candidates, a kept copy, a branch, whatever remat keeps. XLA's
+fusion and buffer reuse are not in the trace; three rules model which arrays are in memory:
 
     stored      results of matrix products, reductions, loops and branches
-    fused       results of elementwise work, slices and casts: computed inside whatever reads them, so that what they
-                were computed from stays alive instead; but a matrix product, a loop or a branch reads only from memory,
-                and what it reads is stored from then on, and so is what would be computed from more than three arrays
-                of its size, such as the sum that runs through all layers
-    in place    results of a loop's turn, of a branch and of the step itself are written where they belong
+    fused       results of elementwise work, slices and casts: recomputed inside their readers, so their sources stay
+                alive instead. But matrix products, loops and branches read only from memory: what they read is stored
+                from then on. Also stored is what would be computed from more than three arrays of its size, such as the
+                residual stream through all layers
+    in place    results of a loop iteration, of a branch and of the step itself are written to their destination
 
-A loop holds its results from the beginning, and one turn's needs at a time. Weights of all layers that it gathers one
-after the other over another axis than a layer's first are there once more, turned around: XLA does that before the
-loop. A branch is a border: everything that crosses it is stored, also what would otherwise have been fused.
+A loop holds its results from the beginning, plus the needs of one iteration. Stacked weights that a loop gathers over
+another axis than a layer's first are in memory twice, because XLA transposes them before the loop. A branch is a fusion
+boundary: everything that crosses it is stored.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -30,25 +30,25 @@ from pirl.parallel.sharding import fsdp_spec
 from pirl.planning.memory import leaf_bytes, shard_bytes
 
 PROBE = 1009
-"""Samples in a trace: a prime that divides no size of a model, so that an axis that grows with the batch shows."""
+"""Batch size of a trace: a prime that divides no model dimension, so that batch-dependent axes are recognisable."""
 
 _VIEWS = frozenset({"copy", "expand_dims", "name", "optimization_barrier", "reshape", "sharding_constraint", "squeeze"})
 _VIEWS |= {"stop_gradient", "transpose"}
 _STORED = frozenset({"argmax", "argmin", "conv_general_dilated", "cumsum", "dot_general", "gather", "scatter"})
 _STORED |= {"custom_partitioning", "ffi_call", "pallas_call", "reduce", "scatter-add", "sort", "top_k"}
 _READS_FUSED = frozenset({"argmax", "argmin", "cumsum", "gather", "reduce", "scatter", "scatter-add"})
-"""Of what is stored, that whose operands may be computed while they are read."""
+"""Stored primitives that can fuse their operands."""
 _OPAQUE = frozenset({"custom_partitioning", "reduce", "scatter", "scatter-add", "sort"})
-"""Equations with a program among their parameters that is not called on their operands."""
+"""Primitives with a jaxpr among their parameters that is not called on their operands."""
 _MERGED = frozenset({"convert_element_type", "slice"})
 _FUSED = 3
-"""Arrays of its own size that something is computed from, at most, before it is stored."""
+"""A fused array with more sources of about its own size than this is stored."""
 _USUAL = 32
-"""A batch at which sizes are compared."""
+"""Batch size at which array sizes are compared."""
 
 
 class Load(NamedTuple):
-    """Bytes that grow with the batch: fixed + per_sample · batch."""
+    """Bytes as a function of the batch: fixed + per_sample · batch."""
 
     fixed: int | float = 0
     per_sample: int | float = 0
@@ -65,17 +65,17 @@ class Load(NamedTuple):
 def step_loads(
     update: Callable[..., Any], *args: Any, fsdp: int = 1, fused_tokens: Collection[int] = ()
 ) -> tuple[Load, ...]:
-    """What a step needs on one device beyond its arguments, at the moments that can be its peak.
+    """Memory of a step on one device beyond its arguments, at every moment that is the peak for some batch size.
 
-    `args` are shapes for a batch of PROBE samples; the answer is per sample of one device. Arrays that do not grow with
-    the batch are sharded as the state is, except inside loops, where a layer's weights are whole. Arrays with two axes
-    of one of the `fused_tokens` are logits of a fused attention, which never lie in memory.
+    `args` are shapes for a batch of PROBE samples; loads are per sample of one device. Arrays that do not grow with the
+    batch are sharded like the state, except inside loops, where a layer's weights are gathered. Arrays with two axes of
+    one of the `fused_tokens` are logits of fused attention, which are never in memory.
     """
     return traced_loads(jax.make_jaxpr(update)(*args), fsdp=fsdp, fused_tokens=fused_tokens)
 
 
 def traced_loads(jaxpr: ClosedJaxpr, *, fsdp: int = 1, fused_tokens: Collection[int] = ()) -> tuple[Load, ...]:
-    """The same of a trace."""
+    """`step_loads` of a traced update."""
 
     @cache
     def size(aval: Any, inside: bool) -> Load:
@@ -87,7 +87,7 @@ def traced_loads(jaxpr: ClosedJaxpr, *, fsdp: int = 1, fused_tokens: Collection[
         return Load(leaf_bytes(aval) if inside else shard_bytes(aval, fsdp=fsdp))
 
     def turned(aval: Any) -> bool:
-        """Is it gathered layer by layer over another axis than a layer's first?"""
+        """Whether these stacked weights are sharded, hence gathered, over another axis than a layer's first."""
         shape = getattr(aval, "shape", ())
         grows = any(axis and axis % PROBE == 0 for axis in shape)
         return len(shape) > 2 and not grows and any(fsdp_spec(shape, aval.dtype, fsdp)[2:])
@@ -106,7 +106,7 @@ class _Buffer:
 
 @dataclass(kw_only=True, eq=False)
 class _Value:
-    """An array of the trace: in memory, or to be computed from some that are."""
+    """An array of the trace: stored in a buffer, or fused, that is computed from source buffers."""
 
     aval: Any
     buffer: _Buffer | None = None
@@ -114,18 +114,18 @@ class _Value:
 
     @property
     def read_from(self) -> frozenset[_Buffer]:
-        """The memory that reading it reads."""
+        """The buffers that reading this array reads."""
         return self.sources if self.buffer is None else frozenset({self.buffer})
 
 
 def _given(var: Any) -> _Value:
-    """An argument: it has its memory already."""
+    """An argument: its memory is counted elsewhere."""
     return _Value(aval=var.aval, buffer=_Buffer(size=Load(), begin=0, end=0))
 
 
 @dataclass(kw_only=True)
 class _Walk:
-    """One program, equation by equation; loops and branches are walks of their own."""
+    """Simulates one jaxpr, equation by equation; loop bodies and branches get their own walk."""
 
     size: Callable[[Any, bool], Load]
     turned: Callable[[Any], bool]
@@ -133,14 +133,14 @@ class _Walk:
     time: int = 0
     buffers: list[_Buffer] = field(default_factory=list)
     nested: list[tuple[int, tuple[Load, ...]]] = field(default_factory=list)
-    """When another program ran, and what it needed."""
+    """(time, loads) of each loop body and branch."""
     merged: dict[Any, tuple[list[_Value], list[_Value]]] = field(default_factory=dict)
-    """Cuts and casts by what they do: operands and results. The same of the same array is made once, as XLA does."""
+    """Slices and casts by operation and operand -> (operands, results): common subexpressions, merged as by XLA."""
 
     def of(
         self, jaxpr: Jaxpr, args: Sequence[_Value], wanted: Sequence[bool] | None = None, *, counted: bool = True
     ) -> tuple[Load, ...]:
-        """What the program needs. Results that something else has memory for are not `counted`."""
+        """The program's loads. With `counted=False` its results are written into memory counted elsewhere."""
         results = self._run(jaxpr, args, [True] * len(jaxpr.outvars) if wanted is None else wanted)
         self.time += 1
         for value in results:
@@ -150,11 +150,11 @@ class _Walk:
         return self._peaks()
 
     def _run(self, jaxpr: Jaxpr, args: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
-        """Go through the equations; what is not wanted is not computed."""
+        """Go through the equations, skipping those that no wanted result depends on."""
         known = {var: _given(var) for var in jaxpr.constvars} | dict(zip(jaxpr.invars, args, strict=True))
 
         def value(atom: Any) -> _Value:
-            # What was not computed is read by nothing that is.
+            # Skipped equations have no results, and no computed equation reads them.
             return known[atom] if not isinstance(atom, Literal) and atom in known else _Value(aval=atom.aval)
 
         needed = _needed(jaxpr, wanted)
@@ -196,12 +196,12 @@ class _Walk:
         return results
 
     def _nested(self, equation: Any, operands: list[_Value], wanted: list[bool]) -> list[_Value]:
-        """A loop or a branch: its results, and what one turn or the larger branch needs."""
+        """A loop or branch: stores its results and records the loads of one iteration or of each branch."""
         self.time += 1
         programs, carried = _programs(equation)
         for index, (operand, read) in enumerate(zip(operands, _reads(equation, wanted), strict=True)):
             if read:
-                # What a loop starts from is computed straight into what it carries along.
+                # A loop's initial carry is computed directly into the carry's buffer.
                 self._read(operand, stored=index not in carried)
                 if index < carried.start and not self.inside and self.turned(operand.aval):
                     self._read(self._turned(operand), stored=True)
@@ -211,7 +211,7 @@ class _Walk:
         ]
         scan, branch = (equation.primitive.name == name for name in ("scan", "cond"))
         for program in programs:
-            # A turn's share of a stacked array is cut out by whatever reads it.
+            # An iteration's slice of a stacked array is fused into its readers.
             args = [
                 _Value(aval=var.aval) if scan and index >= carried.stop else _given(var)
                 for index, var in enumerate(program.invars)
@@ -222,7 +222,7 @@ class _Walk:
         return results
 
     def _turned(self, value: _Value) -> _Value:
-        """The same with another axis first, as all loops that gather it read it."""
+        """The transposed copy of stacked weights, shared by all loops that gather them."""
         found = self.merged.setdefault(("turned", id(value)), ([value], [_Value(aval=value.aval)]))
         return found[1][0]
 
@@ -238,7 +238,7 @@ class _Walk:
             value.buffer = self._store(value.aval).buffer
 
     def _peaks(self) -> tuple[Load, ...]:
-        """Live memory over time, reduced to the moments that are the peak for some batch size."""
+        """Live bytes at each time, reduced to the moments that are the peak for some batch size."""
         change = np.zeros((self.time + 2, len(Load._fields)))
         for buffer in self.buffers:
             change[buffer.begin] += buffer.size
@@ -249,7 +249,7 @@ class _Walk:
 
 
 def largest(loads: Iterable[Load]) -> tuple[Load, ...]:
-    """The loads that are the largest for some batch size."""
+    """The Pareto front of (fixed, per_sample): one of these loads is the largest at any batch size."""
     found: list[Load] = []
     for load in sorted(set(loads), reverse=True):
         if not found or load.per_sample > found[-1].per_sample:
@@ -258,7 +258,7 @@ def largest(loads: Iterable[Load]) -> tuple[Load, ...]:
 
 
 def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
-    """The variables that the wanted results depend on."""
+    """Variables that the wanted results depend on."""
     needed = {atom for atom, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not isinstance(atom, Literal)}
     for equation in reversed(jaxpr.eqns):
         flags = [var in needed for var in equation.outvars]
@@ -284,7 +284,7 @@ def _reads(equation: Any, wanted: Sequence[bool]) -> list[bool]:
 
 
 def _called(equation: Any) -> Jaxpr | None:
-    """The program that an equation calls on its operands."""
+    """The jaxpr that an equation calls on its operands, or None."""
     for value in equation.params.values():
         if isinstance(value, Jaxpr | ClosedJaxpr):
             return value.jaxpr if isinstance(value, ClosedJaxpr) else value
@@ -292,13 +292,13 @@ def _called(equation: Any) -> Jaxpr | None:
 
 
 def _programs(equation: Any) -> tuple[list[Jaxpr], range]:
-    """The programs of a loop or a branch, and which of its operands are carried from turn to turn."""
+    """(jaxprs of a loop or branch, range of its operands that are carried between iterations)."""
     params = equation.params
     match equation.primitive.name:
         case "cond":
             return [branch.jaxpr for branch in params["branches"]], range(0)
         case "scan":
-            # Versions of jax name the counts differently. What is stacked has an axis more outside than in a turn.
+            # Versions of jax name the counts differently, so compare ranks: stacked operands have one more axis here.
             body = params["jaxpr"].jaxpr
 
             def stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:

@@ -17,8 +17,9 @@ from pirl.planning.plan import decide
 
 
 def with_choices(config: RLTrainConfig) -> RLTrainConfig:
-    """The configuration with `mesh.fsdp`, `agent.accumulate` and `model.remat` decided. Prints
-    these, and the attention that `auto` takes.
+    """The configuration with `auto` resolved in `mesh.fsdp`, `agent.accumulate` and `model.remat`.
+
+    Prints each choice, and the attention kernel that `auto` uses.
     """
     model = config.model
     if not isinstance(model, Pi0Config):
@@ -28,7 +29,7 @@ def with_choices(config: RLTrainConfig) -> RLTrainConfig:
     if said and gated.possible(model):
         said[0] += ", and a kernel for gated products"
     room, devices = _room(), jax.device_count()
-    # Only the attention that will be used needs to be planned for; the room is XLA's share of the device already.
+    # Plan only for the attention that will be used. `room` is XLA's share of the device already.
     known = replace(config, model=replace(model, attention="cudnn" if fused else "plain"))
     if room is not None and "auto" not in (model.remat, config.mesh.fsdp, config.agent.accumulate):
         found, fits = config, True
@@ -50,7 +51,7 @@ def with_choices(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def _room() -> float | None:
-    """GiB that a device may use, the same number on every host; None without a known limit, such as on a CPU."""
+    """GiB that XLA may use per device: the minimum over hosts; None without a known limit, as on a CPU."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if jax.process_count() > 1:
         limits = multihost_utils.process_allgather(np.float32((limit or 0) / GIB))

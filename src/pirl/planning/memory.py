@@ -1,7 +1,6 @@
-"""Memory of the devices, now and at named moments, and the training state's share of it.
+"""Device memory, now and at named moments, and the training state's share of it.
 
-GPUs and TPUs report their allocator's counters; the CPU backend has none, and there the process's own memory is what
-there is to see.
+GPUs and TPUs report their allocator's counters. The CPU backend reports none, so there the process's memory is used.
 """
 
 import logging
@@ -27,26 +26,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """One device's allocator."""
+    """Allocator statistics of one device."""
 
     device: str
     """Kind and number."""
     in_use: int
     """Bytes allocated now."""
     peak: int
-    """Most bytes ever allocated by this process."""
+    """Most bytes allocated at once so far by this process."""
     limit: int | None
-    """Bytes the allocator may take."""
+    """Bytes the allocator may use, if known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Memory at one moment."""
+    """Memory use at one moment."""
 
     label: str
-    """The moment's name."""
+    """Name of the moment."""
     seconds: float
-    """Since the monitor was made (0 for a single reading)."""
+    """Seconds since the monitor was made (0 for a single reading)."""
     host: int
     """Resident bytes of this process."""
     devices: tuple[DeviceMemory, ...]
@@ -54,12 +53,12 @@ class Mark:
 
     @property
     def in_use(self) -> int:
-        """Bytes on the fullest device, or of the process where no device reports."""
+        """Bytes on the fullest device, or of the process if no device reports."""
         return max((device.in_use for device in self.devices), default=self.host)
 
     @property
     def peak(self) -> int:
-        """Peak of the fullest device, or the process's present size."""
+        """Highest peak over devices, or the process's current bytes if no device reports."""
         return max((device.peak for device in self.devices), default=self.host)
 
     def __str__(self) -> str:
@@ -68,7 +67,7 @@ class Mark:
 
 
 def read_memory(label: str = "now", *, devices: Sequence[Any] | None = None, seconds: float = 0.0) -> Mark:
-    """The memory in use at this moment; does not wait for the device."""
+    """The memory in use now; does not wait for the device."""
     found = []
     for device in jax.local_devices() if devices is None else devices:
         stats = device.memory_stats() or {}
@@ -94,7 +93,7 @@ def log_memory_usage(label: str) -> Mark:
 
 
 def memory_values() -> dict[str, float]:
-    """Memory as metrics, in GiB: of the fullest device, and of the process."""
+    """Metrics in GiB: in use and peak of the fullest device, and of the process."""
     mark = read_memory()
     values = {"memory/host_gib": mark.host / GIB}
     if mark.devices:
@@ -103,32 +102,32 @@ def memory_values() -> dict[str, float]:
 
 
 class GPUMemoryMonitor:
-    """Remembers named moments of a run: where memory went, and when the peak was reached."""
+    """Records memory at named moments of a run, to find where it goes and when it peaks."""
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
-        """Monitor these devices; by default all local ones."""
+        """`devices`: by default all local ones."""
         self._devices = devices
         self._start = time.perf_counter()
         self._marks: list[Mark] = []
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """All moments so far, in order."""
+        """All marks so far, in order."""
         return tuple(self._marks)
 
     @property
     def peak(self) -> Mark | None:
-        """The mark by which the highest peak had been reached, the earliest of equals."""
+        """The first mark at which the highest peak had been reached."""
         return max(self._marks, key=lambda mark: mark.peak, default=None)
 
     def mark(self, label: str) -> Mark:
-        """Remember the memory at this moment."""
+        """Record the memory in use now."""
         seconds = time.perf_counter() - self._start
         self._marks.append(read_memory(label, devices=self._devices, seconds=seconds))
         return self._marks[-1]
 
     def report(self) -> str:
-        """A table of all marks: in use, change since the mark before, peak, process."""
+        """A table of all marks: in use, change since the previous mark, peak, process."""
         if not self._marks:
             return "memory: nothing was marked"
         rows = [("mark", "time", "in use", "change", "peak", "process")]
@@ -147,7 +146,7 @@ class GPUMemoryMonitor:
         return "\n".join(lines)
 
     def _by_device(self) -> list[str]:
-        """In use by mark and device, where there are several."""
+        """A table of use by mark and device, if there are several devices."""
         names = [device.device for device in self._marks[0].devices]
         if len(names) < 2:
             return []
@@ -163,23 +162,23 @@ class StatePart:
     name: str
     """Its field and group, such as `params/policy` or `opt/critic`."""
     values: int
-    """Numbers in it."""
+    """Number of elements."""
     total: int
-    """Bytes of the whole part, counted once."""
+    """Bytes of the part, replicas counted once."""
     per_device: int
-    """Bytes of it on one device."""
+    """Bytes on one device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Bytes of a training state, part by part."""
+    """Bytes of a training state by part."""
 
     parts: tuple[StatePart, ...]
-    """In the order of the state's fields, groups by name."""
+    """In the order of the state's fields; groups sorted by name."""
 
     @property
     def total(self) -> int:
-        """Bytes of the whole state, counted once."""
+        """Bytes of the state, replicas counted once."""
         return sum(part.total for part in self.parts)
 
     @property
@@ -198,10 +197,10 @@ class Breakdown:
 
 
 def breakdown(state: TrainState | Mapping[str, Any], *, shardings: Any = None, fsdp: int | None = None) -> Breakdown:
-    """Bytes of each part, of real arrays or of shapes alone.
+    """Bytes of each part of a state of arrays or shapes.
 
-    What is on one device follows from `shardings` (a tree like the state), else from OpenPI's rule for `fsdp` devices,
-    else from the arrays' own shardings; a leaf with none of these is on every device whole.
+    Placement comes from `shardings` (a tree like the state), else from OpenPI's rule for `fsdp` devices, else from the
+    arrays' own shardings; a leaf with none of these is replicated.
     """
     where = {} if shardings is None else _parts(shardings)
     parts = []
@@ -220,7 +219,7 @@ def breakdown(state: TrainState | Mapping[str, Any], *, shardings: Any = None, f
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array or of a shape; a PRNG key counts as the words it is made of."""
+    """Bytes of an array or ShapeDtypeStruct; a PRNG key counts as its key data."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
@@ -239,7 +238,7 @@ def shard_bytes(leaf: Any, sharding: Any = None, fsdp: int | None = None) -> int
 
 
 def _parts(state: Any) -> dict[str, Any]:
-    """`field/group` -> subtree; a field that is no dict of groups is a part by itself."""
+    """`field/group` -> subtree; a field that is not a dict of groups is one part."""
     if isinstance(state, TrainState):
         whole = {f.name: getattr(state, f.name) for f in fields(state) if not f.metadata.get("static")}
     else:
@@ -254,7 +253,7 @@ def _parts(state: Any) -> dict[str, Any]:
 
 
 def gib(count: int | float) -> str:
-    """Bytes, readable."""
+    """Bytes as text with a binary unit."""
     if count >= GIB / 10:
         return f"{count / GIB:.2f} GiB"
     if count >= 2**20 / 10:

@@ -2,18 +2,18 @@
 
 An estimate is the sum of three parts:
 
-    state        weights (float32; frozen ones bfloat16), optimizer, averages, critic, targets: shapes of the very state
-                 that the algorithm makes, each leaf sharded by OpenPI's rule
-    batch        as it arrives, observations of the next step included where the algorithm reads them
-    step         the most that is alive at once while the update runs: `activations.py` reads it off jax's trace of it.
-                 What does not grow with the batch is gradients and the weights of the layer at work, what does is
-                 activations: what the remat setting keeps, what it recomputes of one layer, keys and values, candidates
+    state        weights (float32; frozen ones bfloat16), optimizer, EMA, critic, targets: the shapes of the state that
+                 the agent's `init` makes, each leaf sharded by OpenPI's rule
+    batch        the input batch, with next observations if the algorithm reads them
+    step         peak of live arrays during the update, which `activations.py` computes from jax's trace. The part that
+                 does not grow with the batch is gradients and the current layer's weights; the part that does is
+                 activations: what remat keeps, what it recomputes of one layer, keys and values, candidates
 
-Nothing is fitted. A batch that does not fit at once is split (`accumulate`), which holds one more set of gradients. The
-peaks that were measured on a GPU are in `tests/golden/measured_memory.json`, and a test holds the plan to them.
+Nothing is fitted. A batch that does not fit at once is split (`accumulate`), which holds one more set of gradients. A
+test compares the plan with peaks measured on a GPU (`tests/golden/measured_memory.json`).
 
-Not seen: how XLA packs arrays, and what it computes twice to save memory. So a tenth of the device is left free. Acting
-and evaluation need less than a step does, and are not counted.
+Not modelled: how XLA packs arrays, and what it recomputes to save memory. So a tenth of the device is left free. Acting
+and evaluation need less than a step and are not counted.
 """
 
 import math
@@ -40,7 +40,7 @@ from pirl.records import BatchSizes, BatchSpec, Spec
 from pirl.text import table
 
 BY_SPEED: tuple[Remat, ...] = ("none", "names", "dots", "full")
-"""Remat settings, those first that compute least again."""
+"""Remat settings, from least to most recomputation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Plan:
     parts: Mapping[str, int]
     """Bytes on one device at the peak: the state's groups, `batch`, `gradients, weights at work` and `activations`."""
     usable: int
-    """Bytes of a device that may be used."""
+    """Usable bytes of a device."""
     batch_size: int
-    """The batch that was asked for, over all devices."""
+    """The configured batch, over all devices."""
     accumulate: int | None
     """Parts the batch must be split into; None if not even one sample per device fits."""
     largest_batch: int
@@ -62,24 +62,24 @@ class Plan:
     fsdp: int
     """Devices that share one copy of the weights."""
     parameters: int
-    """Parameters of the policy."""
+    """The policy's parameters."""
     trainable: int
-    """Trainable parameters of the policy."""
+    """The policy's trainable parameters."""
     remat: Remat
-    """The setting this was computed for."""
+    """The remat setting of this plan."""
     chosen: Remat | None = None
-    """The setting that computes least again and fits, where that was asked."""
+    """With `choose`: the remat setting with least recomputation that fits."""
     suggestions: tuple[str, ...] = ()
-    """Changes that would help if the batch does not fit at once; each was computed."""
+    """If the batch does not fit at once: changes that help, each of them planned."""
 
     @property
     def peak(self) -> int:
-        """Bytes on one device."""
+        """Peak bytes on one device."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Does the batch fit, if need be in parts?"""
+        """Whether the batch fits, whole or in parts."""
         return self.accumulate is not None
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Setup:
-    """One way to train: what `plan` was asked, and every variation it tries."""
+    """One way to train: the one `plan` was called with, or a variation."""
 
     config: RLTrainConfig
     devices: int
@@ -126,7 +126,7 @@ class _Trace:
     batch: Any
     """Shapes of a batch of PROBE samples."""
     programs: tuple[tuple[Any, frozenset[int]], ...]
-    """Traces of the update, each with the token counts whose square never lies in memory."""
+    """Traces of the update, each with the token counts whose attention logits are fused, so never in memory."""
 
 
 def plan(
@@ -138,18 +138,17 @@ def plan(
     choose: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Bytes per device of a training run, the largest batch that fits, and what to do where it does not.
+    """Bytes per device of a training run, the largest batch that fits, and suggestions if the batch does not.
 
-    `device_gb` is in GiB, as nvidia-smi counts; `usable_fraction` of it is XLA's. `devices` are at least `mesh.fsdp`.
-    A batch that does not fit at once is split; where that does not help, variations are tried and those that fit are
-    suggested. With `choose` it is also said which remat setting fits and computes least again. `say` is
-    called with each variation.
+    `device_gb` is in GiB, as in nvidia-smi; XLA may use `usable_fraction` of it. `devices` defaults to `mesh.fsdp`. A
+    batch that does not fit at once is split, and variations that need fewer parts are suggested. `choose` also finds
+    the remat setting with least recomputation that fits. `say` is called with each variation.
     """
     setup = _Setup(config=config, devices=devices or config.mesh.size, fsdp=config.mesh.size, say=say)
     _check(setup)
     usable = int(device_gb * GIB * usable_fraction)
     if "auto" in (setup.model.remat, config.mesh.fsdp):
-        decided, _ = _decide(setup, usable)  # the parts are what is asked
+        decided, _ = _decide(setup, usable)  # keep the configured accumulation: the plan computes it
         setup = replace(decided, config=replace(decided.config, agent=config.agent))
     found = _plan(setup, usable)
     return replace(
@@ -162,12 +161,11 @@ def plan(
 def decide(
     config: RLTrainConfig, *, device_gb: int | float | None, devices: int, usable_fraction: float = 0.9
 ) -> tuple[RLTrainConfig, bool]:
-    """(the configuration with `mesh.fsdp`, `agent.accumulate` and `model.remat` chosen where they are `auto`; does it
-    fit?)
+    """(configuration with `auto` resolved in `mesh.fsdp`, `agent.accumulate` and `model.remat`; whether it fits).
 
-    The fewest devices share the weights with which the batch fits at once (or in the parts that are set), with as
-    little rematerialisation as fits. Where it never does: all devices, the fewest parts. `device_gb` None: memory is no
-    concern, as on a CPU.
+    Chooses the smallest fsdp with which the batch fits at once (or in the configured parts), then the least
+    rematerialisation. If none does: the largest fsdp and the fewest parts. `device_gb` None: memory is unlimited, as on
+    a CPU.
     """
     model, mesh = config.model, replace(config.mesh, fsdp=config.mesh.size)
     if device_gb is None or not isinstance(model, Pi0Config):
@@ -196,14 +194,14 @@ def _decide(setup: _Setup, usable: int) -> tuple[_Setup, bool]:
 
 
 def _shareable(setup: _Setup) -> list[int]:
-    """Device counts that can share the weights: they divide the devices and an axis of every large matrix."""
+    """Possible fsdp sizes: divisors of the number of devices that divide an axis of every large matrix."""
     leaves = jax.tree.leaves(_trace(_essence(setup.config), _whole(setup)).state)
     divisors = (n for n in range(1, setup.devices + 1) if setup.devices % n == 0)
     return [n for n in divisors if n == 1 or all(shards(x.shape, x.dtype, n) for x in leaves)]
 
 
 def _whole(setup: _Setup) -> bool:
-    """Whether the kernel for gated products is planned for: one device has it."""
+    """Whether to plan for the gated-product kernel, which is used on a single device only."""
     return gated.possible(setup.model) and setup.devices == 1
 
 
@@ -278,13 +276,13 @@ def _plan(setup: _Setup, usable: int) -> Plan:
 
 
 def _largest_batch(loads: tuple[Load, ...], batch: float, room: int) -> int:
-    """Samples of one device at which every moment of the step fits; 0 if none."""
+    """Largest number of samples per device at which every load fits; 0 if none."""
     return max(0, min(int((room - load.fixed) / (load.per_sample + batch)) for load in loads))
 
 
 def _essence(config: RLTrainConfig) -> RLTrainConfig:
     """The configuration without settings that do not affect the trace, so that variations share one."""
-    # Pictures are augmented long before the peak, and tracing that is a quarter of all tracing.
+    # Image augmentation is over long before the peak, and takes a quarter of the tracing time.
     agent = replace(config.agent, accumulate=1, augment=False)
     return replace(config, agent=agent, batch_size=1, mesh=replace(config.mesh, fsdp=1))
 
@@ -308,7 +306,7 @@ def _trace(config: RLTrainConfig, whole: bool) -> _Trace:
     if model.attention in ("plain", "auto"):
         programs.append((traced("plain"), frozenset()))
     if model.attention != "plain":
-        # jax's own kernel stands in for the GPU's, which cannot be traced without one: the same arrays, but for logits.
+        # jax's XLA attention stands in for cuDNN's, which cannot be traced without a GPU; only its logits differ.
         prefix = len(config.cameras) * model.tokens_per_image + model.token_len
         programs.append((traced("xla"), frozenset({prefix, model.tokens_per_image})))
     return _Trace(state=state, batch=batch, programs=tuple(programs))
@@ -333,12 +331,12 @@ def batch_shapes(agent: Agent, sizes: BatchSizes) -> Any:
 
 
 def _suggest(setup: _Setup, usable: int, found: Plan) -> Iterator[str]:
-    """Variations that need less, those first that change the result least."""
+    """Variations that need less memory, ordered by how little they change the result."""
     if found.accumulate == setup.config.agent.parts:
         return
     tried = {name: _plan(changed, usable) for name, changed in _variations(setup)}
     if not found.fits and not any(other.fits for other in tried.values()):
-        # None is enough alone: all that keeps the trained weights the same, and then each of the others on top of it.
+        # No single change suffices: combine those that keep the trained weights, then add each other one.
         base = replace(_without_ema(_with_model(setup, remat="full")), fsdp=setup.devices)
         together = f"fsdp {setup.devices}, no EMA, remat full" if setup.devices > 1 else "no EMA, remat full"
         tried[together] = _plan(base, usable)

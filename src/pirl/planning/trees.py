@@ -1,7 +1,7 @@
 """Checks of pytrees: contents, agreement of two trees, optimizer against parameters, divisibility for sharding.
 
-Every check works on real arrays and on shapes alone, on a `TrainState`, on nested dicts and on optax states, and
-returns a small report: `ok`, the findings as data, and `str(report)` to read. Leaves are named by "/"-joined paths.
+Every check takes arrays or shapes, in a `TrainState`, nested dicts or optax states, and returns a report: `ok`, the
+findings as data, and readable text from `str(report)`. Leaves are named by "/"-joined paths.
 """
 
 import re
@@ -22,22 +22,22 @@ from pirl.planning.memory import gib, leaf_bytes, shard_bytes
 Kind = Literal["missing", "unexpected", "shape", "dtype", "sharding"]
 
 LIKE_PARAMETERS = frozenset({"mu", "nu", "trace", "acc_grads", "sum_of_squares"})
-"""Fields of optax states whose arrays have the parameters' own shapes (Adafactor's factors do not)."""
+"""Fields of optax states whose arrays have the parameters' shapes (Adafactor's factors do not)."""
 NOT_PER_PARAMETER = frozenset({"hyperparams", "hyperparams_states"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One place where two trees disagree."""
+    """One leaf on which two trees disagree."""
 
     path: str
     """Path of the leaf."""
     kind: Kind
-    """missing: only in the first. unexpected: only in the second. Otherwise what differs."""
+    """missing: only in the first tree. unexpected: only in the second. Otherwise the property that differs."""
     left: str
-    """The leaf in the first tree."""
+    """The first tree's value of it."""
     right: str
-    """The leaf in the second tree."""
+    """The second tree's."""
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -49,16 +49,16 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeComparison:
-    """How two trees differ."""
+    """Differences between two trees."""
 
     differences: tuple[Difference, ...]
-    """By path."""
+    """Sorted by path."""
     compared: int
-    """Leaves that both trees have."""
+    """Number of leaves in both trees."""
 
     @property
     def ok(self) -> bool:
-        """Are the trees alike?"""
+        """Whether the trees agree."""
         return not self.differences
 
     def of(self, kind: Kind) -> tuple[str, ...]:
@@ -79,9 +79,9 @@ class Diagnosis:
     """The result of a check."""
 
     title: str
-    """The finding, in one line."""
+    """Summary in one line."""
     problems: tuple[str, ...] = ()
-    """Errors, one line each."""
+    """Problems, one line each."""
     details: tuple[str, ...] = ()
     """Further facts, one line each."""
     numbers: Mapping[str, int]
@@ -89,7 +89,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Is nothing wrong?"""
+        """Whether there are no problems."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -100,13 +100,13 @@ class Diagnosis:
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of any pytree; optax's masked places are no leaves."""
+    """Path -> leaf of any pytree; optax's MaskedNodes are not leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def compare_pytree_structures(first: Any, second: Any) -> TreeComparison:
-    """Every difference in paths, shapes, dtypes and (where both have one) shardings."""
+    """Every difference in paths, shapes, dtypes and, if both leaves have one, shardings."""
     left, right = flat_leaves(first), flat_leaves(second)
     differences = []
     for path in sorted(left | right):
@@ -132,7 +132,7 @@ def _differences(path: str, left: Any, right: Any) -> Iterator[Difference]:
 
 
 def diagnose_pytree_structure(tree: Any) -> Diagnosis:
-    """Size and make-up of a tree, and what would go wrong with it in a jitted step or a checkpoint."""
+    """Size and composition of a tree, and leaves that would fail in a jitted step or a checkpoint."""
     leaves = flat_leaves(tree)
     arrays = {path: leaf for path, leaf in leaves.items() if _is_array(leaf)}
     groups: dict[str, list[Any]] = {}
@@ -156,7 +156,7 @@ def diagnose_pytree_structure(tree: Any) -> Diagnosis:
 
 
 def _shared(arrays: Mapping[str, Any]) -> list[str]:
-    """The same array in two places cannot be donated twice."""
+    """Arrays that occur at several paths; they cannot be donated twice."""
     places: dict[int, list[str]] = {}
     for path, leaf in arrays.items():
         if isinstance(leaf, jax.Array):
@@ -165,7 +165,7 @@ def _shared(arrays: Mapping[str, Any]) -> list[str]:
 
 
 def _slashed_keys(tree: Any) -> list[str]:
-    """A "/" within a key makes two different trees look alike once their paths are joined."""
+    """Keys that contain "/", which make joined paths ambiguous."""
     keys = (
         str(key.key)
         for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -176,9 +176,9 @@ def _slashed_keys(tree: Any) -> list[str]:
 
 
 def check_optimizer_consistency(params: Any, opt_state: Any) -> Diagnosis:
-    """Do the optimizer's per-parameter trees (Adam's mu and nu, for example) match the parameters that train?
+    """Check that the optimizer's per-parameter trees (such as Adam's mu and nu) match the trainable parameters.
 
-    `params` are the trainable ones alone. Places that optax.masked leaves out are taken as meant.
+    `params` holds only the trainable ones. Leaves masked out by optax.masked are not problems.
     """
     expected = flat_leaves(params)
     problems: list[str] = []
@@ -205,7 +205,7 @@ def check_optimizer_consistency(params: Any, opt_state: Any) -> Diagnosis:
 
 
 def _per_parameter(node: Any, path: str) -> Iterator[tuple[str, str, Any]]:
-    """(path, field name, tree) of every tree in an optax state that is laid out like the parameters."""
+    """(path, field name, tree) of every tree in an optax state with the parameters' structure."""
     if hasattr(node, "_fields"):
         children = [(name, getattr(node, name)) for name in node._fields]
     elif isinstance(node, Mapping):
@@ -225,7 +225,7 @@ def _per_parameter(node: Any, path: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _holds_states(tree: Mapping[str, Any]) -> bool:
-    """Is this a dict of optimizer states (as multi_transform keeps them) rather than of arrays?"""
+    """Whether a dict holds optimizer states (as in multi_transform) rather than arrays."""
     values = [value for value in tree.values() if not isinstance(value, optax.MaskedNode)]
     return any(isinstance(x, tuple) or (isinstance(x, Mapping) and _holds_states(x)) for x in values)
 
@@ -240,8 +240,10 @@ def _masked(tree: Any) -> set[str]:
 
 
 def validate_fsdp_compatibility(tree: Any, mesh: jax.sharding.Mesh | int) -> Diagnosis:
-    """Can the tree be spread over the mesh's FSDP devices (or over so many)? Large leaves that no axis of which the
-    count divides would be on every device whole; small ones are so on purpose.
+    """Check that the tree can be sharded over the mesh's FSDP devices (or over this number of devices).
+
+    A large leaf without an axis divisible by that number is a problem: it would be replicated. Small leaves are
+    replicated on purpose.
     """
     fsdp = mesh if isinstance(mesh, int) else _fsdp_size(mesh)
     if fsdp < 1:
@@ -279,8 +281,10 @@ def check_pytree_leaf_dtypes(
     allowed: Sequence[str] = ("float32", "bfloat16", "int32", "uint32", "bool"),
     expected: Mapping[str, DTypeLike] | None = None,
 ) -> Diagnosis:
-    """Count dtypes and name leaves of others than `allowed`, and those that `expected` (path pattern -> dtype, the
-    first full match counts) says otherwise. A float64 or a Python number doubles memory or compiles a second time.
+    """Count dtypes and report leaves whose dtype is not `allowed`, or not the one in `expected`.
+
+    `expected` maps path patterns to dtypes; the first full match wins. A float64 leaf doubles memory, a Python number
+    or weakly typed leaf causes a second compilation.
     """
     leaves = flat_leaves(tree)
     rules = [(re.compile(pattern), np.dtype(dtype).name) for pattern, dtype in (expected or {}).items()]

@@ -13,13 +13,13 @@ from pirl import trust
 from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.errors import ConfigError, did_you_mean
-from pirl.recipes import aloha, aloha_sim, debug, droid, foreign, libero, metaworld, state, tabletop
+from pirl.recipes import aloha, aloha_sim, aloha_state, debug, droid, foreign, libero, metaworld, state, tabletop
 from pirl.recipes.foreign import ALIASES as ALIASES
 
-_MODULES = (debug, tabletop, aloha, aloha_sim, libero, metaworld, state, droid)
+_MODULES = (debug, tabletop, aloha, aloha_sim, aloha_state, libero, metaworld, state, droid)
 
 RECIPES: Mapping[str, RLTrainConfig] = {recipe.name: recipe for module in _MODULES for recipe in module.RECIPES}
-"""Every recipe by its name."""
+"""All recipes by name."""
 
 
 def get_config(name: str) -> RLTrainConfig:
@@ -32,7 +32,7 @@ def get_config(name: str) -> RLTrainConfig:
 
 
 def is_known(source: str) -> bool:
-    """Whether a word is a recipe's name or a YAML file, rather than a folder."""
+    """Whether a word is a recipe's name or a YAML file, as opposed to a folder."""
     return ALIASES.get(source, source) in RECIPES or Path(source).suffix in (".yaml", ".yml")
 
 
@@ -50,7 +50,7 @@ def about(name: str) -> str:
 def load(source: str) -> RLTrainConfig:
     """A recipe by name, from your own module (`module:RECIPE`), or from a YAML file.
 
-    A file is complete, or has `recipe: NAME` and overrides.
+    A file is a complete configuration, or `recipe: NAME` with overrides.
     """
     if Path(source).suffix not in (".yaml", ".yml"):
         return _own(source) if ":" in source else get_config(source)
@@ -85,9 +85,9 @@ def _own(name: str) -> RLTrainConfig:
 
 
 def cli(args: Sequence[str], *, prog: str = "pirl train", about: str = "") -> RLTrainConfig:
-    """The configuration of a command line: a recipe or a YAML file, then flags, such as `--agent.discount 0.995`.
+    """The configuration for a command line: a recipe or a YAML file, then flags such as `--agent.discount 0.995`.
 
-    `about` introduces the help. Usage errors and `--help` raise SystemExit, as argparse does.
+    `about` introduces the help. Usage errors and `--help` raise SystemExit, as in argparse.
     """
     from pirl.recipes.flags import apply_flags  # imports tyro
 

@@ -21,9 +21,9 @@ from pirl.training.config import CheckpointConfig, ConstantSchedule, MeshConfig
 
 _ACRLPD = RLTrainConfig(
     name="debug",
-    # No length of its own: 48 tokens, or 200 with --model.pi05.
+    # The default prompt length: 48 tokens, or 200 with --model.pi05.
     model=replace(get_preset("pi0_tiny"), max_token_len=None),
-    # Episodes take some ten steps.
+    # Episodes have about ten steps.
     agent=ACRLPDConfig(discount=0.9, augment=False, policy_ema_decay=0.99),
     critic=get_critic_preset("tiny"),
     data=DataConfig(repo_ids=("synthetic",), robot="synthetic", tokenizer="byte", outcome="columns"),
@@ -39,8 +39,8 @@ RECIPES = (_ACRLPD, replace(_ACRLPD, name="debug_bc", agent=BCConfig(augment=Fal
 
 
 def shrink(config: RLTrainConfig) -> RLTrainConfig:
-    """The same run, small enough to test within a minute; it learns nothing useful."""
-    tokenizer = config.data.tokenizer if config.data.tokenizer in ("none", "word") else "byte"  # those without a file
+    """The same run shrunk to a test of under a minute; it learns nothing useful."""
+    tokenizer = config.data.tokenizer if config.data.tokenizer in ("none", "word") else "byte"  # needs no file
     return replace(
         config,
         model=_shrink_model(config.model),
@@ -60,8 +60,8 @@ def shrink(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def vary(config: RLTrainConfig, variant: str) -> RLTrainConfig:
-    """`quick`: the real model for a few steps, to see speed and memory. `full`: unchanged. `benchmark`: evaluated
-    as benchmarks are, 50 episodes of each task's test states, before and after.
+    """`quick`: the real model for a few steps, to see speed and memory. `full`: unchanged. `benchmark`: evaluates 50
+    episodes of each task's test states before and after training.
     """
     if variant == "quick":
         return replace(
@@ -79,7 +79,7 @@ def vary(config: RLTrainConfig, variant: str) -> RLTrainConfig:
 
 
 def _shrink_model(model: Pi0Config | MLPFlowConfig) -> Pi0Config | MLPFlowConfig:
-    """Tiny transformers, with adapters if the model has them; robot, cameras and chunks stay."""
+    """The model with tiny transformers (and adapters if it has some); robot, cameras and chunks are unchanged."""
     if isinstance(model, MLPFlowConfig):
         return replace(model, hidden=tuple(min(width, 64) for width in model.hidden))
     tiny = get_preset("pi0_tiny")

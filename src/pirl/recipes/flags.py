@@ -1,6 +1,6 @@
-"""Command-line overrides: every setting by its dotted path, and a few short names. Imports tyro.
+"""Command-line overrides: a flag for every setting by dotted path, and a few short names. Imports tyro.
 
-Order: the recipe, `--debug`, `--variant`, other short names, `--X.type`, dotted flags. Later ones win.
+Applied in this order, later ones win: recipe, `--debug`, `--variant`, other short names, `--X.type`, dotted flags.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def apply_flags(config: RLTrainConfig, flags: Sequence[str], *, prog: str, about
 
 
 def short_names(prog: str) -> argparse.ArgumentParser:
-    """The parser of the short names."""
+    """The parser for short names."""
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [flags]")
     add = parser.add_argument
     add("--max-steps", "--num-steps", type=int, metavar="N", help="num_train_steps")
@@ -97,7 +97,7 @@ def with_peak(schedule: Schedule, peak: float) -> Schedule:
 
 
 def _normalized(word: str) -> str:
-    """`--exp_name` and `--exp-name` are the same flag; values are left alone."""
+    """A flag with hyphens instead of underscores; its value is unchanged."""
     if not word.startswith("--"):
         return word
     flag, sign, value = word.partition("=")
@@ -105,7 +105,7 @@ def _normalized(word: str) -> str:
 
 
 def _take_kinds(flags: Sequence[str]) -> tuple[list[tuple[str, dict[str, str]]], list[str]]:
-    """Take `--PART.type KIND` out of the flags."""
+    """(the `--PART.type KIND` flags as (part, {type: kind}), the other words)."""
     kinds, rest = [], list(flags)
     for flag in [word for word in flags if word.startswith("--") and word.partition("=")[0].endswith(f".{TAG}")]:
         at = rest.index(flag)

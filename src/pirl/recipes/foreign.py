@@ -1,7 +1,7 @@
-"""Names from elsewhere: other words for recipes and settings, and YAML files written in other trainers' style.
+"""Other trainers' vocabulary: aliases of recipes and settings, and YAML files in other trainers' style.
 
-A file in our own style has our settings as keys. Any other file is read leaf by leaf: a known word becomes the flag
-that sets the same thing, and fields without a counterpart are listed with the nearest setting.
+A file in pirl's style has pirl's settings as keys. Any other file is translated leaf by leaf: a known word becomes the
+equivalent flag, and fields without a counterpart are errors that list the nearest settings.
 """
 
 import difflib
@@ -24,14 +24,14 @@ ALIASES: Mapping[str, str] = {
     "rl_training": "ript_libero_goal",
     "pi0_ript": "ript_libero_goal",
 }
-"""Other names for recipes."""
+"""Aliases of recipes."""
 COMMANDS: Mapping[str, str] = {
     "quick_test": "pirl train ript_libero_goal --variant quick",
     "full_test": "pirl train ript_libero_goal --variant full",
     "benchmark": "pirl train ript_libero_goal --variant benchmark",
     "distributed": "srun pirl train acrlpd_libero --mesh.fsdp 8 --resume auto",
 }
-"""Names that stand for a command rather than for a recipe."""
+"""Names that stand for a command, not for a recipe."""
 
 FLAGS: Mapping[str, str] = {
     "exp_name": "--exp-name",
@@ -91,7 +91,7 @@ FLAGS: Mapping[str, str] = {
     "wandb_project": "--tracking.project",
     "wandb_entity": "--tracking.entity",
 }
-"""Words of other trainers and plans -> the flag that sets the same thing."""
+"""Other trainers' words -> the equivalent flag."""
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     "enable_fsdp": ("--enable-fsdp",),
     "no_wandb": ("--no-wandb",),
@@ -99,7 +99,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "wandb_enabled": ("--sinks", "wandb"),
     "debug": ("--debug",),
 }
-"""Words that are true or false; what is false here is the default."""
+"""Boolean words -> the flags for true; false is the default."""
 ANSWERS: Mapping[str, str] = {
     "real_action_dim": "follows from data.robot: a name in `pirl recipes show`, or module:NAME for your own",
     "action_dim": "is the model's (32 in released weights); the robot's own follows from data.robot",
@@ -113,19 +113,19 @@ ANSWERS: Mapping[str, str] = {
     "optimizer": "policy_optimizer.type: AdamW or SGD",
     "epochs": "training is counted in steps: num_train_steps (RIPT: agent.epochs passes per iteration)",
 }
-"""Words that no single setting answers, and what to do instead."""
+"""Words without an equivalent setting -> what to do instead."""
 _RECIPE = ("recipe", "config", "config_name", "name")
 
 
 def is_foreign(data: Mapping[str, Any]) -> bool:
-    """Whether a file's top holds other trainers' words or sections; a misspelt setting of ours is no such thing."""
+    """Whether a file's top level has other trainers' words or sections; misspelt pirl settings do not count."""
     strange = set(data) - set(field_docs(RLTrainConfig)) - {"recipe"}
     words = {*FLAGS, *SWITCHES, *ANSWERS, *_RECIPE}
     return any(isinstance(data[key], Mapping) or key in words for key in strange)
 
 
 def translate(data: Mapping[str, Any], recipes: Mapping[str, RLTrainConfig]) -> tuple[str, list[str]]:
-    """Equivalent (recipe, flags); everything without a counterpart is one error, field by field."""
+    """The equivalent (recipe, flags); raises one error that lists all fields without a counterpart."""
     leaves = flatten(data, ".")
     named = next((str(leaves.pop(key)) for key in _RECIPE if isinstance(leaves.get(key), str)), None)
     recipe = "" if named is None else ALIASES.get(named, named)
@@ -157,7 +157,7 @@ def translate(data: Mapping[str, Any], recipes: Mapping[str, RLTrainConfig]) -> 
 
 
 def _flag(word: str, known: Mapping[str, Any]) -> str | None:
-    """The flag for a word; where the recipe's algorithm names the setting otherwise, that name."""
+    """The flag for a word, adapted to the name that the recipe's algorithm uses for the setting."""
     flag = FLAGS.get(word)
     if flag == "--agent.policy-ema-decay" and "agent.ema_decay" in known:
         return "--agent.ema-decay"

@@ -15,35 +15,35 @@ class Setting:
     """One value of a configuration."""
 
     path: str
-    """Dotted, as in YAML and in error messages."""
+    """Dotted path, as in YAML and error messages."""
     kinds: tuple[Any, ...]
     """Allowed types, including NoneType if optional."""
     value: Any
     """Current value, or the default if its part is not set."""
     owner: type
-    """The dataclass it is a field of."""
+    """The dataclass that defines it."""
 
     @property
     def flag(self) -> str:
-        """How a command line names it."""
+        """Its command-line flag."""
         return f"--{self.path.replace('_', '-')}"
 
     @property
     def off(self) -> str | None:
-        """The flag that turns a boolean off."""
+        """The flag that turns a boolean off; None for other types."""
         head, dot, name = self.flag.removeprefix("--").rpartition(".")
         return f"--{head}{dot}no-{name}" if self.kinds == (bool,) else None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed words, if there is a fixed list; for a tuple, those of its members."""
+        """Allowed words, if they are a fixed list; for a tuple, its members' words."""
         kinds = [kind for member in self.kinds for kind in (get_args(member) if _is_tuple(member) else (member,))]
         words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         words += ["True", "False"] if bool in kinds else []
         return (*words, "None") if words and types.NoneType in kinds else tuple(words)
 
     def words(self, value: Any) -> list[str]:
-        """The words of a command line that set it."""
+        """Command-line words that set it to a value."""
         if self.off is not None:
             return [self.flag if value else self.off]
         return [self.flag, str(value)]
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """Help text."""
+        """Help text: the field's docstring."""
         return _docs(self.owner).get(self.path.rpartition(".")[2], "")
 
 
@@ -65,7 +65,7 @@ def settings(config: Any) -> dict[str, Setting]:
 
 
 def part_kinds(config: Any) -> dict[str, tuple[str, ...]]:
-    """`PART.type` for each part that may be of several kinds, with their names in files."""
+    """`PART.type` -> names of the possible kinds, for each part that has several."""
     return {path: tuple(map(tag, kinds)) for path, kinds in _parts(config, "") if len(kinds) > 1}
 
 

@@ -1,4 +1,4 @@
-"""Simulators that people know, from their state instead of pictures: two CPU cores, no GPU, an MLP.
+"""Meta-World's MT10 from its observations instead of pictures: two CPU cores, no GPU, an MLP.
 
     pirl record bc_metaworld_mt10_state --episodes 400 --repo-id demos/metaworld_mt10_state --env.max-steps 200 \
 --dials wrong=0.5 detour=0.25 action_noise=0.1
@@ -11,12 +11,6 @@
     pirl train dsrl_metaworld_mt10_state --exp-name rl --init-weights checkpoints/bc_metaworld_mt10_state/bc/2000
     pirl train ript_metaworld_mt10_state --exp-name rl --init-weights checkpoints/bc_metaworld_mt10_state/bc/2000
 
-    pirl record bc_aloha_transfer_state --episodes 200 --repo-id demos/aloha_transfer_state --env.max-steps 200 \
---dials time_scale=0.5 action_noise=0.02
-    pirl norm-stats demos/aloha_transfer_state --robot aloha_sim_full --horizon 10 \
---out assets/demos/aloha_transfer_state
-    pirl train bc_aloha_transfer_state --exp-name bc
-
 Meta-World: the observation of its own multi-task benchmark, 39 numbers and which of the ten tasks it is. Half of the
 demonstrations act 12 cm beside the right place, a quarter corrects itself. They may last 200 steps, a policy has 120:
 96 % of the scripted policies' episodes succeed in these. The discount is 1 - 1/100. Every failure is time running out,
@@ -24,9 +18,7 @@ so time-outs count as failures (`data.failure` always): otherwise the critic see
 30 % of all steps, and the filter keeps the best 15 %. The critic learns observed returns throughout: bootstrapping from
 step 300 made it worse (correlation with returns 0.70, then 0.50).
 
-ALOHA: joints and cube. Imitation of perfect demonstrations does not learn it yet.
-
-What was measured: docs/results/metaworld.md and docs/results/aloha.md, "From state".
+What was measured: docs/results/metaworld.md, "From state".
 """
 
 from dataclasses import replace
@@ -34,7 +26,7 @@ from dataclasses import replace
 from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
-from pirl.envs.config import AlohaConfig, MetaWorldConfig
+from pirl.envs.config import MetaWorldConfig
 from pirl.models.config import MLPFlowConfig
 from pirl.models.critic_config import CriticConfig
 from pirl.recipes.families import derive
@@ -65,19 +57,6 @@ _METAWORLD = RLTrainConfig(
     batch_size=128,
     num_train_steps=2000,
     log_interval=100,
-)
-
-_ALOHA = replace(
-    _METAWORLD,
-    name="bc_aloha_transfer_state",
-    model=MLPFlowConfig(state_dim=21, action_dim=14, horizon=10, hidden=_WIDTHS),
-    agent=BCConfig(augment=False, flow_draws=4, ema_decay=0.99),
-    data=replace(_METAWORLD.data, repo_ids=("demos/aloha_transfer_state",), robot="aloha_sim_full"),
-    env=AlohaConfig(task="transfer", full_state=True, max_steps=130),
-    rollout=RolloutConfig(num_envs=50, flow_steps=5),
-    evaluation=EvalConfig(interval=3000, episodes=50, films=0),
-    policy_schedule=CosineSchedule(warmup_steps=100, peak_lr=1e-3, decay_steps=3000, decay_lr=1e-5),
-    num_train_steps=3000,
 )
 
 _ACRLPD = replace(
@@ -120,5 +99,4 @@ RECIPES = (
     derive(_ACRLPD, RECAPConfig, positive_share=0.3),
     derive(_ACRLPD, DSRLConfig),
     _RIPT,
-    _ALOHA,
 )

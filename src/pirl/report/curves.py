@@ -1,7 +1,7 @@
 """Line charts as HTML: curves are a stretched SVG, all labels are text of the page.
 
-So a chart fills whatever width it gets while its labels stay readable, on a phone as on a wide screen. Strokes keep
-their width (`non-scaling-stroke`), and dots are strokes of no length with round ends, which do not become ellipses.
+So a chart fills any width with readable labels, on a phone as on a wide screen. Strokes keep their width
+(`non-scaling-stroke`), and dots are zero-length strokes with round caps, which do not become ellipses.
 """
 
 import json
@@ -16,15 +16,15 @@ from pirl.report.markup import Child, Markup, element, join
 from pirl.report.scales import Axis, axis, number, tick
 
 COLOURS = 6
-"""Colours of the style sheet; after that they repeat with another dash."""
+"""Number of colours in the style sheet; further lines repeat them with another dash."""
 MOST_POINTS = 400
-"""Longer curves are thinned out; their extremes stay."""
+"""Longer curves are thinned out, keeping their extremes."""
 DOTS_UP_TO = 24
-"""Curves of at most so many points show each as a dot."""
+"""Curves of at most this many points show each point as a dot."""
 SMOOTH_FROM = 40
-"""Curves of at least so many points get a smoothed one besides."""
+"""Curves of at least this many points also get a smoothed curve."""
 SIZE = 1000
-"""Side of every drawing's view box."""
+"""Side of the SVG view box."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +32,22 @@ class Line:
     """One curve."""
 
     name: str
-    """Its name in the legend."""
+    """Name in the legend."""
     steps: Float64[np.ndarray, "n"]
-    """The steps its points belong to."""
+    """Steps of its points."""
     x: Float64[np.ndarray, "n"]
-    """Their positions on the axis: the steps, or the share of the run."""
+    """Positions on the x axis: steps, or percentage of the run."""
     y: Float64[np.ndarray, "n"]
-    """NaN makes a gap."""
+    """Values; NaN makes a gap."""
     band: tuple[Float64[np.ndarray, "n"], Float64[np.ndarray, "n"]] | None = None
     """Lower and upper ends of an interval."""
     run: int = 0
-    """Which run it is of."""
+    """Index of its run."""
     colour: int = 0
     dash: int = 0
-    """0 is solid."""
+    """Dash pattern; 0 is solid."""
     thin: bool = False
-    """For what is only there for comparison."""
+    """Whether it is drawn thin, for curves shown only for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +58,27 @@ class Chart:
     lines: Sequence[Line]
     x_axis: Axis
     y_axis: Axis | None = None
-    """None: chosen from the curves."""
+    """None: fitted to the curves."""
     hint: str = ""
     """Its meaning, or what to look for."""
     unit: str = ""
     x_unit: str = ""
     x_word: str = "step"
-    """Unit of the axis."""
+    """Name of the x axis's unit."""
     large: bool = False
-    """Over the whole width."""
+    """Whether it spans the whole width."""
     legend: bool = True
-    """Without, the title must say it all."""
+    """Whether to show a legend; otherwise the title shows the latest value."""
 
 
 def render(chart: Chart) -> Markup:
-    """The chart as a figure."""
+    """The chart as an HTML figure."""
     lines = chart.lines
     seen = [values for line in lines for values in (line.y, *(line.band or ()))]
     y_axis = chart.y_axis or axis(np.concatenate(seen) if seen else np.zeros(0))
     last = None if chart.legend else join(_last(line, chart.unit) for line in chart.lines)
     runs = {line.run for line in lines}
-    hidden_with = f" r{runs.pop()}" if len(runs) == 1 else ""  # a chart of one run goes when that is hidden
+    hidden_with = f" r{runs.pop()}" if len(runs) == 1 else ""  # a chart of a single run is hidden with the run
     counted = "" if chart.x_unit else f"{chart.x_word} "
     return element(
         "figure",
@@ -97,7 +97,7 @@ def render(chart: Chart) -> Markup:
 
 
 def plot(y_labels: Iterable[Markup], drawn: Markup, x_labels: Iterable[Markup], **attributes: str) -> Markup:
-    """A drawing with words beside and below it."""
+    """An SVG with HTML labels beside and below it."""
     return element(
         "div",
         element("div", y_labels, class_="ylabels", aria_hidden="true"),
@@ -109,12 +109,12 @@ def plot(y_labels: Iterable[Markup], drawn: Markup, x_labels: Iterable[Markup], 
 
 
 def drawing(*parts: Child) -> Markup:
-    """A square that stretches with its place on the page."""
+    """An SVG that stretches to fill its place on the page."""
     return element("svg", *parts, viewBox=f"0 0 {SIZE} {SIZE}", preserveAspectRatio="none", aria_hidden="true")
 
 
 def labels(of: Iterable[tuple[str, int | float]], on: Axis, side: str, first: str = "") -> Iterator[Markup]:
-    """Texts at values of an axis; `first` comes before the first of them and says what it counts."""
+    """Labels at values of an axis; `first` is prepended to the first one and names the unit."""
     for text, value in of:
         place = float(on.place(np.array([value], np.float64))[0])
         yield element("span", first + text, style=f"{side}:{100 * place:.2f}%")
@@ -137,11 +137,11 @@ def _svg(lines: Sequence[Line], x_axis: Axis, y_axis: Axis) -> Markup:
 
 
 def _curves(line: Line, x_axis: Axis, y_axis: Axis) -> Markup:
-    """The curve as it is, its dots, and the smoothed one: pale and behind it, or in front of a very dense one."""
+    """The curve, its dots, and its smoothed version: pale and behind it, or in front of a very dense curve."""
     style, dash = f"c{line.colour % COLOURS} r{line.run}", f"d{(line.dash + line.colour // COLOURS) % 4}"
     kept = thin_out(line.y)
     x, y = x_axis.place(line.x[kept]), y_axis.place(line.y[kept])
-    dots = [part[0] for part in _parts(y) if len(part) == 1]  # points that no stroke reaches
+    dots = [part[0] for part in _parts(y) if len(part) == 1]  # isolated points, which no stroke shows
     if len(y) <= DOTS_UP_TO and not line.thin:
         dots = np.flatnonzero(np.isfinite(y)).tolist()
     soft = _path(x, y_axis.place(smooth(line.y)[kept]), "smooth", style) if len(line.y) >= SMOOTH_FROM else None
@@ -150,7 +150,7 @@ def _curves(line: Line, x_axis: Axis, y_axis: Axis) -> Markup:
     return join(
         None if dense else soft,
         _path(x, y, kind, f"{dash} {style}"),
-        soft if dense else None,  # the extremes of every stretch would bury it
+        soft if dense else None,  # in front: a thinned curve of extremes would cover it
         element("path", d="".join(f"M{_point(x[i], y[i])}h0" for i in dots), class_=f"dot {style}") if dots else None,
     )
 
@@ -162,7 +162,7 @@ def _path(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], kind: str, s
 
 
 def _band(line: Line, x_axis: Axis, y_axis: Axis) -> Markup | None:
-    """The area between the ends of the interval."""
+    """The area of the interval."""
     if line.band is None:
         return None
     low, high = (y_axis.place(end) for end in line.band)
@@ -176,7 +176,7 @@ def _band(line: Line, x_axis: Axis, y_axis: Axis) -> Markup | None:
 
 
 def _parts(y: Float64[np.ndarray, "n"]) -> Iterator[list[int]]:
-    """Stretches of finite points, as their indices."""
+    """Runs of consecutive finite points, as indices."""
     part: list[int] = []
     for i, fine in enumerate(np.isfinite(y)):
         if fine:
@@ -189,7 +189,7 @@ def _parts(y: Float64[np.ndarray, "n"]) -> Iterator[list[int]]:
 
 
 def smooth(y: Float64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
-    """The mean over a fifteenth of the curve around each point; gaps stay gaps."""
+    """Moving average over about a fifteenth of the curve; gaps stay gaps."""
     half = max(1, len(y) // 30)
     fine = np.isfinite(y)
     window = np.ones(2 * half + 1)
@@ -198,7 +198,9 @@ def smooth(y: Float64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
 
 
 def thin_out(y: Float64[np.ndarray, "n"], limit: int = MOST_POINTS) -> Int[np.ndarray, "m"]:
-    """Indices of points that keep the look of a curve: ends, and the extremes of equal stretches, and gaps."""
+    """Indices of at most about `limit` points that preserve a curve's look: its ends, and minimum, maximum and first
+    gap of equal stretches.
+    """
     if len(y) <= limit:
         return np.arange(len(y))
     keep = {0, len(y) - 1}
@@ -220,7 +222,7 @@ def _entry(line: Line, unit: str) -> Markup:
 
 
 def _last(line: Line, unit: str) -> Markup | None:
-    """The latest value."""
+    """The latest finite value, if any."""
     fine = line.y[np.isfinite(line.y)]
     return element("output", number(float(fine[-1])) + unit, class_=f"c{line.colour % COLOURS}") if len(fine) else None
 
@@ -233,7 +235,7 @@ def _swatch(line: Line) -> Markup:
 
 
 def _summary(chart: Chart) -> str:
-    """The chart in words."""
+    """The chart as text, for screen readers."""
 
     def point(line: Line, i: int) -> str:
         return f"{number(float(line.y[i]))}{chart.unit} at {chart.x_word} {number(float(line.steps[i]))}"
@@ -249,7 +251,7 @@ def _summary(chart: Chart) -> str:
 
 
 def _tips(lines: Sequence[Line], chart: Chart) -> str:
-    """Data of the script's tooltips: names, and numbers, which need no quotes."""
+    """Data that the script shows at the pointer, as JSON."""
     told = []
     for line in lines:
         kept = thin_out(line.y)
@@ -260,7 +262,7 @@ def _tips(lines: Sequence[Line], chart: Chart) -> str:
 
 
 def _digits(value: float) -> float | int | None:
-    """Four digits that count."""
+    """Four significant digits; None if not finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.4g}")
@@ -272,5 +274,5 @@ def _point(x: float, y: float) -> str:
 
 
 def _flip(y: float) -> str:
-    """Down is more in SVG; what lies outside the axis is held at its edge."""
+    """A y position, clipped to the chart; SVG's y axis points down."""
     return f"{(1 - min(max(y, -0.02), 1.02)) * SIZE:.4g}"

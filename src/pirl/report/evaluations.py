@@ -10,17 +10,17 @@ from typing import Any
 
 FILE, STRIP, FOLDER = "eval.json", "filmstrip.png", "evaluations"
 COMPARED = "compared_with"
-"""Key of the other policy in an evaluation's file, and folder of its films."""
+"""Key of the other policy's results in an evaluation's file, and folder of its films."""
 _FILM = re.compile(r"(success|failure)-(\d+)\.mp4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateShown:
-    """A share of successes."""
+    """A success rate with its interval."""
 
     value: float
     low: float
-    """Lower end of its 95 % interval; NaN where none is known."""
+    """Lower end of the 95 % interval; NaN if unknown."""
     high: float
     successes: int | None = None
     trials: int | None = None
@@ -32,29 +32,29 @@ class FilmFile:
 
     file: Path
     size: int
-    """Bytes."""
+    """Size in bytes."""
     success: bool
     number: int
-    """Which episode of the evaluation it shows."""
+    """Number of the episode in the evaluation."""
     state: tuple[str, str, int]
-    """Environment, task and initial state: films that share it begin alike."""
+    """(environment, task, initial state): films that share it start identically."""
     length: int
-    """Steps of the episode."""
+    """Number of steps of the episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One policy, judged once."""
+    """One evaluation of one policy."""
 
     asked: Mapping[str, Any]
-    """Everything that determines the result: checkpoint, environment, states, seed, ..."""
+    """The settings that determine the result: checkpoint, environment, states, seed, ..."""
     success: RateShown
     tasks: Mapping[str, RateShown]
     films: tuple[FilmFile, ...] = ()
     strip: Path | None = None
-    """All films in one picture."""
+    """The filmstrip image."""
     comparison: Mapping[str, float] | None = None
-    """Against `other`, state by state."""
+    """Paired comparison with `other`, state by state."""
     other: "Evaluation | None" = None
     """The policy it was compared with."""
 
@@ -65,29 +65,29 @@ class Evaluation:
 
     @property
     def owner(self) -> tuple[str, str]:
-        """Recipe and name of the run it judges."""
+        """(recipe, experiment name) of the evaluated run."""
         return str(self.asked.get("recipe", "?")), str(self.asked.get("exp_name", "?"))
 
     @property
     def policy(self) -> str:
-        """Which policy of its run it is."""
+        """The policy within its run: step and best-of-N."""
         best_of = self.asked.get("best_of", 1)
         return f"step {self.step or '?'}" + (f", best of {best_of}" if best_of != 1 else "")
 
     @property
     def question(self) -> tuple[str, ...]:
-        """Evaluations that share this were asked the same: environment, initial states, number of episodes."""
+        """Environment, split and number of episodes; evaluations that share them are comparable."""
         return tuple(json.dumps(self.asked.get(key), sort_keys=True) for key in ("env", "split", "episodes"))
 
 
 def find_evaluations(folder: Path) -> list[Path]:
-    """The result files in a run's folder, or in the folder of one evaluation."""
+    """The result files in a run's folder or in an evaluation's folder."""
     found = [folder / FILE, *sorted((folder / FOLDER).glob(f"*/{FILE}"))]
     return [file for file in found if file.is_file()]
 
 
 def read_evaluation(file: Path) -> tuple[Evaluation, list[str]]:
-    """An evaluation and what is odd about it. Raises ValueError where the file is not what `pirl eval` writes."""
+    """(evaluation, notes on oddities). Raises ValueError if `pirl eval` did not write the file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         asked, result = dict(content["evaluation"]), content["result"]
@@ -129,7 +129,7 @@ def _rate(data: Mapping[str, Any]) -> RateShown:
 
 
 def _films(folder: Path, asked: Mapping[str, Any], episodes: Any, notes: list[str]) -> Iterator[FilmFile]:
-    """The videos beside the results, each with the initial state it begins from."""
+    """The videos beside the results, each with its initial state."""
     env = json.dumps(asked.get("env"), sort_keys=True)
     for file in sorted(folder.glob("*.mp4")):
         match = _FILM.fullmatch(file.name)

@@ -1,4 +1,4 @@
-"""Embedded videos: the same initial states side by side, as many as fit the budget."""
+"""Embedded videos: the same initial states side by side, up to a size budget."""
 
 import base64
 from collections.abc import Iterator, Sequence
@@ -12,42 +12,42 @@ from pirl.report.run import Run
 from pirl.text import size
 
 BUDGET = 8_000_000
-"""Bytes of video a page may hold; in the page they take a third more."""
+"""Most bytes of video on a page; base64 makes them a third larger."""
 MOST_FILMS = 24
-"""Videos that play at once: more of them stutter on a phone."""
+"""Most videos on a page; they play at once, and more would stutter on a phone."""
 LARGEST_PICTURE = 2_000_000
-"""Bytes of a single picture."""
+"""Most bytes of a single image."""
 _PNG, _MP4 = b"\x89PNG\r\n\x1a\n", b"ftyp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Take:
-    """One film, and whose it is."""
+    """A film with its evaluation and run."""
 
     film: FilmFile
     evaluation: Evaluation
     run: int
-    """Position of its run."""
+    """Index of its run on the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Films that belong beside each other."""
+    """Films to show side by side."""
 
     title: str
     takes: tuple[Take, ...]
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Total size in bytes."""
         return sum(take.film.size for take in self.takes)
 
 
 def choose(runs: Sequence[Run], budget: int = BUDGET) -> tuple[list[Row], list[Row], int]:
-    """(films of one initial state by several policies, films that stand alone, how many did not fit).
+    """(rows of one initial state by several policies, single films, number of films that did not fit).
 
-    Pairs come first, and of equals the small ones. What a run was compared with is shown with it, unless it is on the
-    page itself.
+    Rows with several policies have priority, then smaller ones. Films of a policy that a run was compared with are
+    included, unless that policy is on the page itself.
     """
     own = [(i, evaluation) for i, run in enumerate(runs) for evaluation in run.evaluations]
     asked = [evaluation.asked for _, evaluation in own]
@@ -86,7 +86,7 @@ def show(row: Row, names: Names, notes: list[str]) -> Markup:
 
 
 def _take(take: Take, names: Names, alike: bool, notes: list[str]) -> Markup | None:
-    """One video. Its caption says what the title does not: whose it is, or what the task was."""
+    """One video. Its caption adds what the row's title does not say: the policy or the task."""
     film, whose = take.film, names.policy(take.evaluation)
     outcome = "success" if film.success else "failure"
     source = _embed(film.file, "video/mp4", notes)
@@ -112,7 +112,7 @@ def _take(take: Take, names: Names, alike: bool, notes: list[str]) -> Markup | N
 
 
 def picture(file: Path, description: str, notes: list[str]) -> Markup | None:
-    """A PNG inside the page."""
+    """An embedded PNG; None, with a note, if it is unreadable or too large."""
     try:
         large = file.stat().st_size > LARGEST_PICTURE
     except OSError as error:
@@ -126,7 +126,7 @@ def picture(file: Path, description: str, notes: list[str]) -> Markup | None:
 
 
 def _embed(file: Path, kind: str, notes: list[str]) -> Markup | None:
-    """The file as a data URI, if it is what it says."""
+    """The file as a data URI; None, with a note, if its content is not of this type."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -140,7 +140,7 @@ def _embed(file: Path, kind: str, notes: list[str]) -> Markup | None:
 
 
 def by_policy(rows: Sequence[Row], names: Names) -> Iterator[Row]:
-    """Films that stand alone, gathered under the policy they are of."""
+    """Rows of single films, grouped by policy."""
     gathered: dict[str, list[Take]] = {}
     for row in rows:
         gathered.setdefault(names.policy(row.takes[0].evaluation), []).extend(row.takes)

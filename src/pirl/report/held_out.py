@@ -16,7 +16,7 @@ _OUTCOMES = {True: "success", False: "failure"}
 
 
 def held_out_charts(runs: Sequence[Run], names: Sequence[str], notes: list[str]) -> Iterator[Markup]:
-    """For each run that has one: its charts."""
+    """The charts of each run that has a held-out measurement."""
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if not run.held_out:
             continue
@@ -52,7 +52,7 @@ def _charts(found: Mapping[str, Any], run: int) -> Iterator[Chart]:
 
 
 def _calibration(bins: Sequence[Mapping[str, Any]], run: int) -> Chart:
-    """Value against return; on the diagonal they agree."""
+    """Mean return against value; on the diagonal they agree."""
     x, y = (_numbers([one[key] for one in bins]) for key in ("predicted", "returned"))
     both = axis(np.concatenate([x, y]))
     ends = np.array([both.low, both.high])
@@ -89,7 +89,7 @@ def _auc(phases: Sequence[int | float | None], by_chance: int | float | None, ru
 
 
 def _trace(one: Mapping[str, Any], word: str, run: int) -> Chart:
-    """Values along one episode, with the spread of the ensemble, and its return."""
+    """Values and returns along one episode, with the ensemble's spread."""
     x, q, spread = (_numbers(one[key]) for key in ("steps", "q", "q_spread"))
     lines = [_line("value", x, q, run=run, band=(q - spread, q + spread))]
     returns = _numbers(one["returns"])

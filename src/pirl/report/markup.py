@@ -9,15 +9,15 @@ _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if 
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is HTML already, not to be escaped."""
 
 
 Child = str | None | Iterable[str | None]
-"""Text, markup, nothing, or several of these."""
+"""Text, markup, None, or several of these."""
 
 
 def escape(text: str) -> Markup:
-    """Text as HTML shows it; markup stays as it is. Signs that no page may hold are replaced."""
+    """Escape text; markup is unchanged. Characters that are invalid in HTML are replaced."""
     if isinstance(text, Markup):
         return text
     printable = text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROLS)
@@ -25,7 +25,7 @@ def escape(text: str) -> Markup:
 
 
 def element(name: str, /, *children: Child, **attributes: str | bool | None) -> Markup:
-    """`<name ...>children</name>`. Attributes: `class_` is class, `_` is a hyphen, True a bare name, None left out."""
+    """`<name ...>children</name>`. Attributes: `class_` is class, `_` is a hyphen, True a bare name, None omitted."""
     written = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(str(value))}"')
         for key, value in attributes.items()
@@ -35,6 +35,6 @@ def element(name: str, /, *children: Child, **attributes: str | bool | None) -> 
 
 
 def join(*children: Child) -> Markup:
-    """One after the other."""
+    """Concatenate children, escaping text."""
     flat = (one for child in children for one in ((child,) if child is None or isinstance(child, str) else child))
     return Markup("".join(escape(one) for one in flat if one is not None))

@@ -1,4 +1,4 @@
-"""Names of runs and policies on a page: as short as possible while they differ."""
+"""Names of runs and policies on a page: the shortest that are distinct."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from pirl.report.run import Run
 
 
 class Names:
-    """Names for the runs of a page, and for the policies that evaluations judge."""
+    """Names for the runs of a page and for the evaluated policies."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         owners = [(run.recipe, run.exp_name) for run in runs]
@@ -20,12 +20,12 @@ class Names:
         self._of = dict(zip(owners, [""] if len(runs) == 1 else self.runs, strict=True))
 
     def policy(self, evaluation: Evaluation) -> str:
-        """`acrlpd_tabletop, step 800`; of the only run of a page, the step alone."""
+        """Such as `acrlpd_tabletop, step 800`; only the step if the page has a single run."""
         name = self._of.get(evaluation.owner, "/".join(evaluation.owner))
         return f"{name}, {evaluation.policy}" if name else evaluation.policy
 
     def policies(self, evaluations: Sequence[Evaluation]) -> list[str]:
-        """Names of several runs; equal names get a number."""
+        """Names of several policies; equal names get a number."""
         return _distinct([self.policy(evaluation) for evaluation in evaluations])
 
 

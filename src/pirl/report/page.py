@@ -22,15 +22,15 @@ from pirl.report.style import SCRIPT, style
 from pirl.text import size
 
 GENERATOR = "pirl report"
-"""Marks a page as written by pirl, so that it may be replaced."""
+"""Marks a page as pirl's, so that it may be overwritten."""
 Part = tuple[str, str, Sequence[Markup | None]]
-"""Id, title and content of a section."""
+"""(id, title, content) of a section."""
 
 
 def build_page(runs: Sequence[Run], recipes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page about one or several runs. The same files give the same page.
+    """The page about one or several runs; deterministic given their files.
 
-    `recipes` are the configurations the runs' own are compared with, as plain data, by the recipe's name.
+    `recipes` maps recipe names to configurations (plain data) with which the runs' own are compared.
     """
     names = Names(runs)
     found: list[str] = []
@@ -59,7 +59,7 @@ def write_report(runs: Sequence[Path], file: Path) -> Path:
 
 
 def write_page(file: Path, page: str) -> Path:
-    """Write it whole or not at all; in the place of an earlier report, but of nothing else."""
+    """Write a page atomically; overwrites an earlier report, but no other file."""
     file = file.expanduser()
     try:
         if file.exists() and not is_report(file):
@@ -71,7 +71,7 @@ def write_page(file: Path, page: str) -> Path:
 
 
 def is_report(file: Path) -> bool:
-    """Was it written here?"""
+    """Whether pirl wrote the file."""
     with file.open("rb") as opened:
         return f'<meta name="generator" content="{GENERATOR}">'.encode() in opened.read(1000)
 
@@ -79,7 +79,7 @@ def is_report(file: Path) -> bool:
 def _parts(
     runs: Sequence[Run], names: Names, recipes: Mapping[str, Mapping[str, Any]], notes: list[str]
 ) -> Iterator[Part]:
-    """Every section there could be; those without content are left out by the caller."""
+    """All possible sections; the caller drops those without content."""
     over = Steps(runs)
     if len(runs) > 1:
         heading = "Before and after" if any(run.success(0) for run in runs) else "Runs"
@@ -100,7 +100,7 @@ def _parts(
 
 
 def _cards(run: Run) -> Markup:
-    """The numbers one looks for first."""
+    """The headline numbers: success, steps, episodes, time."""
     cards: list[tuple[str, Markup | None, str]] = []
     first, last = run.success(0), run.success(-1)
     if first is not None and last is not None:
@@ -118,7 +118,7 @@ def _cards(run: Run) -> Markup:
 
 
 def cards_row(cards: Iterable[tuple[str, Markup | None, str]]) -> Markup:
-    """Large numbers in a row: each a value, a bar if there is one, and what it is."""
+    """A row of cards, each with a large value, an optional bar, and a description."""
     shown = (
         element("div", element("b", value), more, element("span", text), class_="card") for value, more, text in cards
     )
@@ -126,7 +126,7 @@ def cards_row(cards: Iterable[tuple[str, Markup | None, str]]) -> Markup:
 
 
 def _switches(names: Sequence[str]) -> Markup:
-    """Boxes that hide and show runs; they work by style alone."""
+    """Checkboxes that hide and show runs, in CSS alone."""
     boxes = (
         element("label", element("input", type="checkbox", id=f"show{i}", checked=True), name, class_=f"c{i % COLOURS}")
         for i, name in enumerate(names)
@@ -135,7 +135,7 @@ def _switches(names: Sequence[str]) -> Markup:
 
 
 def _evaluations(runs: Sequence[Run]) -> list[tuple[int, Evaluation]]:
-    """Every evaluation once, with its run's colour; in grey those that runs of other pages were compared with."""
+    """(colour, evaluation), each once: in its run's colour, or grey for evaluations of runs not on this page."""
     own = [(i % COLOURS, evaluation) for i, run in enumerate(runs) for evaluation in run.evaluations]
     asked = [evaluation.asked for _, evaluation in own]
     others = []
@@ -208,7 +208,7 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Markup]:
 
 
 def document(title: str, body: Iterable[Child], *, runs: int = 0, script: str = "") -> str:
-    """The frame of a page about so many runs. Its policy forbids every request, and every script but this one."""
+    """The HTML document of a page about `runs` runs. Its security policy forbids requests and all other scripts."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     if script:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""Which metrics share a chart, in which section, and what to look for. Unlisted metrics come last."""
+"""Assigns metrics to charts and sections, with hints on what to look for. Unlisted metrics come last."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ class Panel:
     metrics: tuple[str, ...]
     hint: str = ""
     title: str = ""
-    """None given: the first metric's name."""
+    """Heading; if empty, the first metric's name."""
     share: bool = False
-    """From 0 to 1: drawn from 0 to 100 %."""
+    """Whether values are shares, drawn in per cent."""
 
     @property
     def heading(self) -> str:
-        """Its title."""
+        """The chart's heading."""
         return self.title or self.metrics[0]
 
 
@@ -30,7 +30,7 @@ class Section:
     about: str
     panels: tuple[Panel, ...]
     folded: bool = False
-    """Shown when asked for."""
+    """Whether it is collapsed at first."""
 
 
 def _each(*metrics: str) -> tuple[Panel, ...]:
@@ -43,7 +43,7 @@ EVALUATED = (
     Panel(metrics=("eval/return",), hint="mean return of the evaluated episodes"),
     Panel(metrics=("eval/length",), hint="mean steps of the evaluated episodes"),
 )
-"""Shown below success."""
+"""Charts shown below the success chart."""
 
 SECTIONS = (
     Section(
@@ -156,7 +156,7 @@ SECTIONS = (
             ),
             Panel(metrics=("ript/rows", "ript/collected_rows"), title="Rows of a round", hint="of a batch, and in all"),
             Panel(metrics=("ript/updates",), hint="updates of a round"),
-            *_each("online/episodes", "online/env_steps", "online/replay_episodes"),
+            *_each("ript/env_steps", "online/episodes", "online/env_steps", "online/replay_episodes"),
         ),
     ),
     Section(
@@ -199,7 +199,7 @@ _KNOWN |= {f"held_out/auc_phase_{number}" for number in range(1, 6)}  # drawn by
 
 
 def sections(metrics: Iterable[str]) -> Iterator[Section]:
-    """The sections that have something to show, with the panels that do; then one with all other metrics."""
+    """The sections and panels that have metrics, then a section with all unlisted metrics."""
     there = sorted(set(metrics))
     for section in SECTIONS:
         panels = tuple(

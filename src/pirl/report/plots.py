@@ -1,4 +1,4 @@
-"""From runs to charts: colours and dashes per run and metric, on one shared axis."""
+"""Makes charts from runs: colours and dashes per run and metric, on one shared axis."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,11 +12,11 @@ from pirl.report.run import SUCCESS, SUCCESS_HIGH, SUCCESS_LOW, Run
 from pirl.report.scales import Axis, span
 
 UNEQUAL = 4
-"""Runs whose lengths differ by more than this are drawn over the share of each."""
+"""Runs whose lengths differ by more than this factor are drawn over their percentage of steps."""
 
 
 class Steps:
-    """The axis: steps, or the share of each run where lengths are too different to compare."""
+    """The shared x axis: steps, or the percentage of each run if lengths differ too much."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         lengths = [run.last_step for run in runs if run.last_step > 0]
@@ -30,12 +30,12 @@ class Steps:
         )
 
     def place(self, run: Run, steps: Float64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
-        """Position of steps on the axis."""
+        """Steps in the axis's units."""
         return 100 * steps / max(run.last_step, 1) if self.shares else steps
 
 
 def success_chart(runs: Sequence[Run], names: Sequence[str], over: Steps) -> Iterator[Markup]:
-    """Success over the steps with its interval, and the success of practice as thin lines; nothing without any."""
+    """Success over steps with its interval, and success during collection as thin lines; empty without data."""
     lines = _lines(SUCCESS_RATES, runs, names, over, scale=100.0)
     if not lines:
         return
@@ -59,7 +59,7 @@ def success_chart(runs: Sequence[Run], names: Sequence[str], over: Steps) -> Ite
 
 
 def metric_chart(panel: Panel, runs: Sequence[Run], names: Sequence[str], over: Steps) -> Markup:
-    """One panel for all runs."""
+    """The chart of one panel, with all runs."""
     lines = _lines(panel.metrics, runs, names, over, scale=100.0 if panel.share else 1.0)
     chart = Chart(
         title=panel.heading,
@@ -76,7 +76,7 @@ def metric_chart(panel: Panel, runs: Sequence[Run], names: Sequence[str], over: 
 def _lines(
     metrics: Sequence[str], runs: Sequence[Run], names: Sequence[str], over: Steps, *, scale: float
 ) -> list[Line]:
-    """One run: metrics differ in colour. Several: runs differ in colour, metrics in dashes."""
+    """The curves. With one run, colours distinguish metrics; with several, colours runs and dashes metrics."""
     several = len(runs) > 1
     there = [metric for metric in metrics if any(metric in run.series for run in runs)]
     lines = []

@@ -1,4 +1,4 @@
-"""Reads a run folder. Damaged files are skipped and listed; they never raise."""
+"""Reads a run folder. Damaged files are skipped and noted; they never raise."""
 
 import json
 import math
@@ -23,33 +23,33 @@ SUCCESS, SUCCESS_LOW, SUCCESS_HIGH = "eval/success_rate", "eval/success_low", "e
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One metric over the steps at which it was written."""
+    """One metric and the steps at which it was logged."""
 
     steps: Float64[np.ndarray, "n"]
     values: Float64[np.ndarray, "n"]
-    """NaN where it was not finite."""
+    """Values; NaN for non-finite ones."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """The files of a run, as far as they can be read."""
+    """The readable contents of a run folder."""
 
     folder: Path
     config: Mapping[str, Any]
-    """As plain data; empty where there is none."""
+    """The configuration as plain data; empty if missing."""
     metadata: Mapping[str, Any]
-    """Revision, versions, start; of the latest checkpoint, or else of the run."""
+    """Revision, versions, start: the run's, updated by the latest checkpoint's."""
     state: Mapping[str, Any]
-    """Position of the data stream in the latest checkpoint."""
+    """The stream's state in the latest checkpoint."""
     series: Mapping[str, Series]
     times: Float64[np.ndarray, "n"]
-    """When records were written, in seconds since 1970."""
+    """Times of all records, in seconds since 1970."""
     evaluations: tuple[Evaluation, ...]
     first_batch: Path | None
     held_out: Mapping[str, Any]
-    """The latest measurement on held-out episodes; empty where there is none."""
+    """The latest measurement on held-out episodes; empty if there is none."""
     notes: tuple[str, ...]
-    """Unreadable or odd files."""
+    """Unreadable files and other oddities."""
 
     @property
     def recipe(self) -> str:
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def exp_name(self) -> str:
-        """The run's own name."""
+        """The experiment name."""
         return str(self.config.get("exp_name") or self._asked("exp_name") or self.folder.name)
 
     def _asked(self, key: str) -> Any:
@@ -66,36 +66,36 @@ class Run:
 
     @property
     def only_evaluations(self) -> bool:
-        """Is it the folder of an evaluation, not of a run?"""
+        """Whether the folder holds evaluations and no run."""
         return bool(self.evaluations) and not self.series and not self.config
 
     @property
     def algorithm(self) -> str:
-        """Its name in configurations, or nothing."""
+        """The algorithm's name in configurations; "" if unknown."""
         agent = self.config.get("agent")
         return str(agent.get("type", "")) if isinstance(agent, Mapping) else ""
 
     @cached_property
     def last_step(self) -> int:
-        """The last step of which something was written."""
+        """The last logged step."""
         return int(max((series.steps[-1] for series in self.series.values()), default=0))
 
     @property
     def total_steps(self) -> int | None:
-        """How many it was to be."""
+        """The configured number of steps."""
         total = self.config.get("num_train_steps")
         return total if isinstance(total, int) else None
 
     @property
     def seconds(self) -> float | None:
-        """From its start (or first record, if it was resumed) to its last record."""
+        """Seconds from the start (or the first record, whichever is earlier) to the last record."""
         if not len(self.times):
             return None
         return float(self.times.max() - min(self.times.min(), _timestamp(self.metadata.get("started_at"))))
 
     @property
     def episodes(self) -> int | None:
-        """Episodes collected to learn from; evaluations not counted."""
+        """Episodes collected for training, without evaluations; None if unknown."""
         counted = self.state.get("episodes")
         if isinstance(counted, int):
             return counted
@@ -103,7 +103,7 @@ class Run:
         return None if series is None or not np.isfinite(series.values[-1]) else int(series.values[-1])
 
     def success(self, which: int) -> tuple[int, RateShown] | None:
-        """Step and result of an evaluation during training: 0 is the first, -1 the last."""
+        """(step, success rate) of an evaluation during training: 0 is the first, -1 the last."""
         if SUCCESS not in self.series:
             return None
         rates = self.series[SUCCESS]
@@ -115,7 +115,7 @@ class Run:
         return int(step), RateShown(value=float(rates.values[known[which]]), low=low, high=high)
 
     def at(self, name: str, step: float) -> float:
-        """A metric at a step; NaN where it was not written."""
+        """A metric at a step; NaN if it was not logged there."""
         series = self.series.get(name)
         if series is None:
             return math.nan
@@ -124,7 +124,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Everything in a run's folder. Refuses only a folder that is not one of a run."""
+    """Read a run folder; raises only if it is not one."""
     folder = path.expanduser().absolute()
     if not any((folder / name).exists() for name in (METRICS, CONFIG, FILE, FOLDER)):
         raise _not_a_run(path, folder)
@@ -152,7 +152,7 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Several folders. One that holds only evaluations belongs to the run they judge, if that is named as well."""
+    """Read several folders. Evaluation folders are merged into the run they evaluate, if it is among `paths`."""
     found = [read_run(path) for path in paths]
     trained = {(run.recipe, run.exp_name) for run in found if not run.only_evaluations}
     runs = [run for run in found if not run.only_evaluations or (run.recipe, run.exp_name) not in trained]
@@ -180,7 +180,7 @@ def _not_a_run(path: Path, folder: Path) -> CheckpointError:
 
 
 def _read_metrics(file: Path, notes: list[str]) -> tuple[dict[str, Series], Float64[np.ndarray, "n"]]:
-    """Metrics by name. Lines that are not records are counted; a last one that was cut off is expected of a crash."""
+    """(metrics by name, times of records). Invalid lines are skipped and noted, such as one truncated by a crash."""
     text = _read_text(file, notes) if file.exists() else ""
     gathered: dict[str, tuple[list[float], list[float]]] = {}
     times: list[float] = []
@@ -215,7 +215,7 @@ def _sorted(steps: list[float], values: list[float]) -> Series:
 
 
 def _read_config(folder: Path, metadata: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
-    """From its own file, or else from the latest checkpoint."""
+    """The configuration from config.yaml, or else from the latest checkpoint."""
     file = folder / CONFIG
     if file.exists():
         try:
@@ -253,7 +253,7 @@ def _read_json(file: Path, folder: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_text(file: Path, notes: list[str]) -> str:
-    """A file's text; bytes that are none are replaced, and then fail where they matter."""
+    """A file's text, with invalid bytes replaced; "" with a note if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -262,7 +262,7 @@ def _read_text(file: Path, notes: list[str]) -> str:
 
 
 def _timestamp(text: Any) -> float:
-    """Seconds since 1970; infinity where it says nothing."""
+    """An ISO time as seconds since 1970; infinity if invalid."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):

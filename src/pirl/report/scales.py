@@ -8,24 +8,24 @@ import numpy as np
 from jaxtyping import Float
 
 LOG_DECADES = 3
-"""A positive metric that spans more than this is drawn on a logarithmic axis."""
+"""A positive metric that spans more decades than this is drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A range of values, with places to label."""
+    """A range of values with ticks."""
 
     low: float
     high: float
     log: bool = False
-    """Logarithmic; then both ends are positive."""
+    """Whether it is logarithmic; then both ends are positive."""
     ticks: tuple[float, ...]
     """Values to label, all within the range."""
 
     def place(self, values: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
         """Positions of values, 0 at the low end and 1 at the high end; NaN stays NaN."""
         if self.log:
-            # Nothing at or below 0 is ever put on such an axis; a gap is better than a warning.
+            # Values at or below 0 become gaps instead of raising warnings.
             values = np.log10(np.where(values > 0, values, np.nan))
             low, high = math.log10(self.low), math.log10(self.high)
         else:
@@ -34,7 +34,7 @@ class Axis:
 
 
 def axis(values: Float[np.ndarray, "n"], *, count: int = 5) -> Axis:
-    """An axis for these values: a little room at the ends, round ticks, logarithmic where they span decades."""
+    """An axis for these values with margins and round ticks; logarithmic if they span more than LOG_DECADES."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     if low > 0 and high / low > 10**LOG_DECADES:
@@ -43,7 +43,7 @@ def axis(values: Float[np.ndarray, "n"], *, count: int = 5) -> Axis:
         room = abs(low) * 0.1 or 1.0
     else:
         room = (high - low) * 0.06
-    if low >= 0 > low - room:  # what is never negative gets no negative axis
+    if low >= 0 > low - room:  # no negative range for non-negative values
         low, high = 0.0, high + room
     else:
         low, high = low - room, high + room
@@ -74,7 +74,7 @@ def _log_axis(low: float, high: float, count: int) -> Axis:
 
 
 def number(value: int | float, digits: int = 3) -> str:
-    """Three digits that count; thousands are grouped, the very small written with an exponent."""
+    """Three significant digits; thousands are grouped, very small values get an exponent."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -87,7 +87,7 @@ def number(value: int | float, digits: int = 3) -> str:
 
 
 def tick(value: int | float) -> str:
-    """As short as a label beside an axis has to be."""
+    """A short label for an axis, such as 20k."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit:
@@ -99,7 +99,7 @@ def tick(value: int | float) -> str:
 
 
 def percent(value: int | float) -> str:
-    """A share in per cent, to a tenth."""
+    """A share in per cent, to one decimal."""
     return "–" if not math.isfinite(value) else f"{_trim(f'{100 * value:.1f}')} %"
 
 

@@ -1,4 +1,4 @@
-"""Style of the page, light and dark, and its interaction: values at the pointer, videos that stop on a click."""
+"""Style sheet (light and dark) and script of the page: values at the pointer, videos that pause on a click."""
 
 LIGHT = {
     "--page": "#f4f6f8",
@@ -30,12 +30,12 @@ DARK = {
     "--c4": "#e9b949",
     "--c5": "#aab4c0",
 }
-"""Colours that people with any kind of colour vision tell apart (after Okabe and Ito), made light or dark enough for
-their background: text at least 4.5 : 1, lines at least 3 : 1."""
+"""Colour-blind-safe colours (after Okabe and Ito), adjusted for contrast with the background: text at least 4.5 : 1,
+lines at least 3 : 1."""
 
 
 def style(runs: int) -> str:
-    """The style sheet; runs can be hidden with the boxes at the top."""
+    """The style sheet, with rules by which checkboxes hide each of `runs` runs."""
 
     def variables(colours: dict[str, str]) -> str:
         return ":root{" + ";".join(f"{name}:{value}" for name, value in colours.items()) + "}"

@@ -1,4 +1,4 @@
-"""Tables of the page: before and after, evaluations by task, settings that differ."""
+"""Tables of the page: success before and after, evaluations by task, changed settings."""
 
 import json
 import math
@@ -17,11 +17,11 @@ from pirl.report.run import Run
 from pirl.report.scales import duration, percent
 
 Cell = tuple[str, Child]
-"""Name of the column, content."""
+"""(column name, content)."""
 
 
 def table(rows: Sequence[tuple[Child, Sequence[Cell]]], first: str) -> Markup:
-    """A table; where the window is narrow, every row becomes a block in which cells name their column."""
+    """A table; in a narrow window each row becomes a block whose cells name their column."""
     columns = [name for name, _ in rows[0][1]] if rows else []
     return element(
         "table",
@@ -36,7 +36,7 @@ def _row(name: Child, cells: Sequence[Cell]) -> Markup:
 
 
 def rate(of: RateShown | None, colour: int = 0) -> Markup:
-    """A share with its interval, in numbers and as a bar from 0 to 100 %."""
+    """A success rate with its interval, as numbers and as a bar from 0 to 100 %."""
     if of is None or not math.isfinite(of.value):
         return Markup("–")
     counted = f" ({of.successes}/{of.trials})" if of.trials is not None else ""
@@ -44,13 +44,13 @@ def rate(of: RateShown | None, colour: int = 0) -> Markup:
 
 
 def interval(of: RateShown) -> str:
-    """`48.1 to 56.9 %`, or nothing."""
+    """Such as `48.1 to 56.9 %`; "" if unknown."""
     known = math.isfinite(of.low) and math.isfinite(of.high)
     return f"{percent(of.low).removesuffix(' %')} to {percent(of.high)}" if known else ""
 
 
 def bar(of: RateShown, colour: int = 0) -> Markup:
-    """The interval on a track from 0 to 100 %, with a mark at the share itself."""
+    """The interval on a track from 0 to 100 %, with a mark at the value."""
     ends = (of.low, of.high) if math.isfinite(of.low) and math.isfinite(of.high) else (of.value, of.value)
     low, high, here = (100 * min(max(value, 0.0), 1.0) for value in (*ends, of.value))
     return element(
@@ -63,7 +63,7 @@ def bar(of: RateShown, colour: int = 0) -> Markup:
 
 
 def change(before: RateShown, after: RateShown) -> Markup:
-    """By how much success changed, in points; said to be beyond chance only where the intervals are apart."""
+    """The change of success in percentage points, coloured only if the intervals do not overlap."""
     points = 100 * (after.value - before.value)
     text = f"{points:+.1f} points"
     if after.low > before.high:
@@ -74,7 +74,7 @@ def change(before: RateShown, after: RateShown) -> Markup:
 
 
 def date(seconds: float) -> str:
-    """In UTC."""
+    """Date and time in UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
@@ -82,13 +82,13 @@ def date(seconds: float) -> str:
 
 
 def steps(run: Run) -> str:
-    """`800 of 800`."""
+    """Such as `800 of 800`."""
     total = run.total_steps
     return f"{run.last_step:,}" + (f" of {total:,}" if total is not None else "")
 
 
 def run_rows(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[Child, list[Cell]]]:
-    """Runs side by side: success before and after, cost."""
+    """One row per run: success before and after, steps, episodes, time."""
     rows: list[tuple[Child, list[Cell]]] = []
     evaluated = any(run.success(0) for run in runs)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -112,7 +112,7 @@ def _at(found: tuple[int, RateShown] | None, colour: int) -> Markup:
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """Subtitle of the page: the algorithm or number of runs, the latest record, the code's version."""
+    """One line: algorithm or number of runs, time of the latest record, code revision."""
     latest = max((float(run.times.max()) for run in runs if len(run.times)), default=None)
     revisions = list(dict.fromkeys(str(run.metadata["revision"])[:12] for run in runs if run.metadata.get("revision")))
     told = [
@@ -124,7 +124,7 @@ def subtitle(runs: Sequence[Run]) -> str:
 
 
 def facts(run: Run) -> Markup:
-    """Command, time and code version of a run."""
+    """Recipe, run, time, code revision, versions and machine."""
     told: list[tuple[str, str]] = [("recipe", run.recipe), ("run", run.exp_name), ("algorithm", run.algorithm)]
     told.append(("steps", steps(run)))
     if len(run.times):
@@ -138,9 +138,9 @@ def facts(run: Run) -> Markup:
 
 
 def evaluation_tables(evaluations: Sequence[tuple[int, Evaluation]], called: Names) -> Iterator[Markup]:
-    """A table for every set of questions: tasks by policies. Then what paired comparisons say.
+    """One table (tasks × policies) for each set of comparable evaluations, then the paired comparisons.
 
-    Evaluations come with the number of their colour.
+    `evaluations` are (colour, evaluation).
     """
     groups: dict[tuple[str, ...], list[tuple[int, Evaluation]]] = {}
     for colour, evaluation in evaluations:
@@ -176,7 +176,7 @@ def _compared(one: str, other: str, found: Mapping[str, float]) -> str:
 
 
 def config_changes(recipe: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(setting, the recipe's value, the run's) where they differ; the run's own name does not count."""
+    """(setting, the recipe's value, the run's value) for each setting that differs, except the run's name."""
     changes = [change for change in diff(recipe, config) if change.path not in ("exp_name", "name")]
     return [(path, _shown(before), _shown(after)) for path, before, after in changes]
 

@@ -1,4 +1,4 @@
-"""The page of a search: success over trials, and against each searched setting. One file, no script."""
+"""The page of a search: success over trials and against each searched setting. One HTML file without scripts."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from pirl.report.scales import Axis, axis, duration, nice_ticks, number, span, t
 from pirl.report.tables import Cell, bar, table
 
 SHARE = "eval/success_rate"
-"""The metric that is a share."""
+"""The metric shown in per cent, on an axis from 0 to 1."""
 DONE, PRUNED, BEST = "c0", "c5", "c1"
 
 
 def build_tuning_page(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str:
-    """The page about results.json; `commands` are what to do next. The same results give the same page."""
+    """The page about a search's results.json; deterministic. `commands`: next steps to show."""
     trials = results["trials"]
     title = f"{results['recipe']} · {results['study']}"
     counts = {state: sum(trial["state"] == state for trial in trials) for state in ("done", "pruned", "failed", "open")}
@@ -54,7 +54,7 @@ def _about(results: Mapping[str, Any]) -> str:
 
 
 def _last(trial: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The evaluation a trial is judged by, if it came to one; what failed is not judged."""
+    """The last evaluation of a finished or pruned trial, else None."""
     judged = trial["state"] in ("done", "pruned") and trial["evaluations"]
     return trial["evaluations"][-1] if judged else None
 
@@ -89,7 +89,7 @@ def _bar(results: Mapping[str, Any], last: Mapping[str, Any], colour: int) -> Ma
 
 
 def _values_axis(results: Mapping[str, Any]) -> Axis:
-    """Shares go from 0 to 1, whatever was reached."""
+    """The y axis: 0 to 1 for the success rate, else fitted to the values."""
     if results["metric"] == SHARE:
         return span(0.0, 1.0)
     return axis(np.array([last["value"] for trial in results["trials"] if (last := _last(trial))], np.float64))
@@ -117,7 +117,7 @@ def _whole_ticks(count: int) -> tuple[float, ...]:
 
 
 def _against(results: Mapping[str, Any], path: str) -> Markup:
-    """One setting: numbers on their axis, words side by side."""
+    """The chart of one setting: ranges on a numeric axis, choices side by side."""
     item, y_axis = results["space"][path], _values_axis(results)
     values = item.get("values")
     if values is not None:
@@ -140,7 +140,7 @@ def _against(results: Mapping[str, Any], path: str) -> Markup:
 
 
 def _range_axis(low: int | float, high: int | float, *, log: bool) -> Axis:
-    """Exactly the range; on a logarithmic one 1, 2 and 5 of every decade are labelled, or else its ends."""
+    """An axis over exactly the range. A logarithmic one labels 1, 2 and 5 of each decade, or else its ends."""
     if not log:
         return span(float(low), float(high))
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -157,7 +157,7 @@ def _text(value: Any) -> str:
 def _mark(
     results: Mapping[str, Any], trial: Mapping[str, Any], x_axis: Axis, at: int | float, y_axis: Axis
 ) -> Markup | None:
-    """A dot with its interval, and what it is for whoever points at it."""
+    """A dot with its interval and a tooltip."""
     last = _last(trial)
     if last is None:
         return None
@@ -182,7 +182,7 @@ def _figure(
     *,
     large: bool = False,
 ) -> Markup:
-    """A chart like those of the reports."""
+    """A chart in the style of reports."""
     grid = "".join(f"M0 {_flip(y_axis, value)}H{SIZE}" for value in y_axis.ticks)
     y_labels = [(tick(value), value) for value in y_axis.ticks]
     drawn = drawing(element("path", d=grid, class_="grid"), marks)
@@ -196,7 +196,7 @@ def _place(on: Axis, value: int | float) -> str:
 
 
 def _flip(on: Axis, value: int | float) -> str:
-    """Down is more in SVG."""
+    """A y position; SVG's y axis points down."""
     return f"{SIZE * (1 - float(on.place(np.array([value], np.float64))[0])):.4g}"
 
 

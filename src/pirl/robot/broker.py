@@ -1,8 +1,8 @@
 """From chunks to single steps: a drop-in for `openpi_client.ActionChunkBroker` that can prefetch the next chunk.
 
-Synchronous (the default): after `execute` steps the robot waits for the next chunk. With `prefetch` it goes on: the
-next chunk is asked for while the current one is executed, early enough to be there in time. The request says how far
-the robot is (`robot.keys`), so that a server with real-time chunking plans a continuation of what is being executed.
+Synchronous (the default): after `execute` steps the robot waits for the next chunk. With `prefetch` it keeps moving:
+the broker requests the next chunk during the current one, early enough to arrive in time. The request reports the
+robot's progress (`robot.keys`), so that a server with real-time chunking plans a continuation of the current chunk.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from pirl.robot.keys import DELAY, EXECUTED, STEP
 
 Array = np.ndarray
 _REMEMBERED = 10
-"""Delays of the last chunks; the largest is expected next, as in the paper on real-time chunking."""
+"""Number of past delays to keep; their maximum predicts the next one, as in the paper on real-time chunking."""
 
 
 @runtime_checkable
@@ -29,17 +29,17 @@ class Policy(Protocol):
         """The reply to an observation."""
 
     def reset(self) -> None:
-        """A new episode begins."""
+        """Begin a new episode."""
 
 
 class ChunkBroker:
     """A policy that returns one step at a time."""
 
     def __init__(self, policy: Policy, execute: int, *, prefetch: bool = False, extras: bool = True) -> None:
-        """`execute`: steps of a chunk before the next one takes over. With `prefetch`, a chunk that is late is bridged
-        by the rest of the current one, and only when that ends the robot waits.
+        """`execute`: steps of a chunk before the next one takes over. With `prefetch`, the rest of the current chunk
+        bridges a late one; the robot waits only when it is used up.
 
-        `extras`: tell the server about steps and delays.
+        `extras`: report steps and delays to the server.
         """
         if execute < 1:
             raise ConfigError(f"{execute} executed steps per chunk", hint="execute at least one")
@@ -47,7 +47,7 @@ class ChunkBroker:
         self._thread = ThreadPoolExecutor(1, "prefetch") if prefetch else None
         self._delays: deque[int] = deque([0], maxlen=_REMEMBERED)
         self.waits = 0
-        """How often the robot stood still because a chunk was late."""
+        """Number of times the robot waited for a late chunk."""
         self._reply: dict[str, Any] | None = None
         self._asked: tuple[Future[dict[str, Any]], int] | None = None
         self._stale: Future[dict[str, Any]] | None = None
@@ -55,16 +55,16 @@ class ChunkBroker:
 
     @property
     def intended(self) -> tuple[Float[Array, "H A"], int] | None:
-        """The chunk in force and the number of its step that was returned last; None before the first."""
+        """(current chunk, index of the step returned last); None before the first."""
         return None if self._reply is None else (np.asarray(self._reply["actions"]), self._index - 1)
 
     @property
     def delay(self) -> int:
-        """Steps that are expected to pass between asking and having."""
+        """Expected steps between a request and its reply."""
         return max(self._delays)
 
     def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply's current step: arrays are cut at it, numbers and text stay."""
+        """The current step of the reply: arrays are indexed by it, numbers and text stay."""
         self._take()
         if self._reply is None or (self._index >= self._execute and self._asked is None and self._late()):
             self._settle()
@@ -73,7 +73,7 @@ class ChunkBroker:
             self._ask(obs)
         if self._asked is not None and self._index >= self._horizon:
             self.waits += 1
-            self._asked[0].exception()  # waits; `_take` raises it
+            self._asked[0].exception()  # wait; `_take` re-raises errors
             self._take()
         assert self._reply is not None
         now = {key: _cut(value, self._index) for key, value in self._reply.items()}
@@ -82,7 +82,7 @@ class ChunkBroker:
         return now
 
     def reset(self) -> None:
-        """A new episode begins: nothing of the last one is executed."""
+        """Begin a new episode; drops the last one's chunk."""
         self.replan()
         self._settle()
         self._policy.reset()
@@ -101,7 +101,7 @@ class ChunkBroker:
             self._stale = None
 
     def skip(self) -> None:
-        """A control step passes without the policy."""
+        """Count a control step in which the policy did not act."""
         self._step += 1
 
     @property
@@ -109,7 +109,7 @@ class ChunkBroker:
         return 0 if self._reply is None else len(self._reply["actions"])
 
     def _late(self) -> bool:
-        """Without prefetching a chunk ends after `execute` steps; with it, only where it has no more."""
+        """Whether the current chunk must not be continued: after `execute` steps, or with prefetching at its end."""
         return not self._prefetch or self._index >= self._horizon
 
     def _request(self, obs: Mapping[str, Any], *, delay: int) -> dict[str, Any]:
@@ -119,13 +119,13 @@ class ChunkBroker:
         return {**obs, **told}
 
     def _ask(self, obs: Mapping[str, Any]) -> None:
-        """Ask in the background. The observation is copied: robots reuse their buffers."""
+        """Request the next chunk in the background. Copies the observation, because robots reuse their buffers."""
         assert self._thread is not None
-        request = _copied(self._request(obs, delay=max(self.delay, 1)))  # this step is the old chunk's in any case
+        request = _copied(self._request(obs, delay=max(self.delay, 1)))  # the old chunk executes at least this step
         self._asked = (self._thread.submit(self._policy.infer, request), self._step)
 
     def _take(self) -> None:
-        """Go over to the chunk that was asked for, if it has come, at the step it has for now."""
+        """Switch to the requested chunk if it has arrived, skipping the steps that passed meanwhile."""
         if self._asked is None or not self._asked[0].done():
             return
         (future, step), self._asked = self._asked, None

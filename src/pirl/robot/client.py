@@ -4,13 +4,14 @@
     client.reset()
     actions = client.infer(observation)["actions"]
 
-Beyond the original it reconnects, gives up on a server that does not answer, and says where an episode begins
-(`robot.keys`), which a stock server ignores.
+Beyond the original it reconnects, times out, and tells the server where episodes begin (`robot.keys`), which stock
+servers ignore.
 """
 
 import contextlib
 import http
 import itertools
+import ssl
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from pirl.robot.keys import EPISODE
 
 _LIMITS = wire.Limits(max_bytes=2**31)
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
-"""Seconds between attempts to connect: doubled from the first to the longest."""
+"""Exponential backoff between connection attempts, in seconds."""
 
 
 class ServerError(PirlError, RuntimeError):
@@ -30,7 +31,7 @@ class ServerError(PirlError, RuntimeError):
 
 
 class PolicyClient:
-    """Asks a policy server for chunks of actions. One thread at a time."""
+    """Requests action chunks from a policy server. Not thread-safe."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class PolicyClient:
     ) -> None:
         """Connect, as OpenPI's client does: `host` is a name, or a whole address (`wss://...`).
 
-        `timeout`: longest wait for one reply, in seconds. `patience`: how long to try to connect, now and after a
-        lost connection; None: for ever. `extras`: send pirl's own keys. `session`: what the names of episodes begin
-        with; the noise of `pirl serve` depends on them, so the same names give the same actions.
+        `timeout`: longest wait for one reply, in seconds. `patience`: how many seconds to try to connect, now and after
+        a lost connection; None: forever. `extras`: send pirl's own keys. `session`: prefix of episode names; the noise
+        of `pirl serve` depends on these, so the same names give the same actions.
         """
         address = host if host.startswith(("ws://", "wss://")) else f"ws://{host}"
         self._uri = address if port is None else f"{address}:{port}"
@@ -56,7 +57,7 @@ class PolicyClient:
         self._session, self._count = session or uuid.uuid4().hex[:12], itertools.count()
         self._episode = self._name()
         self.reconnects = 0
-        """How often the connection was lost and made again."""
+        """Number of reconnections after a lost connection."""
         self._socket, self._metadata = self._connect()
 
     @property
@@ -71,7 +72,7 @@ class PolicyClient:
     def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
         """The server's reply to an observation: `actions` [H, A] and timings.
 
-        A lost connection is made again and the request repeated. An error of the server is raised, not repeated.
+        Reconnects and repeats the request after a lost connection. Raises the server's errors without retrying.
         """
         from websockets.exceptions import ConnectionClosed
 
@@ -84,7 +85,7 @@ class PolicyClient:
                 break
             except TimeoutError:
                 self._drop()
-                self._socket, self._metadata = self._connect()  # an answer that comes late must not pass for the next
+                self._socket, self._metadata = self._connect()  # so that a late reply is not taken for the next one
                 raise ServerError(
                     f"{self._uri}: no reply for {self._timeout:g} s", hint="is the server overloaded or compiling?"
                 ) from None
@@ -104,11 +105,11 @@ class PolicyClient:
         return answer
 
     def reset(self) -> None:
-        """A new episode begins."""
+        """Begin a new episode."""
         self._episode = self._name()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._drop()
 
     def __enter__(self) -> "PolicyClient":
@@ -125,7 +126,7 @@ class PolicyClient:
             self._open.close()
 
     def _connect(self) -> tuple[Any, dict[str, Any]]:
-        """A connection and the server's metadata; tries until patience ends, but not against a refusal."""
+        """(connection, server metadata); retries for `patience` seconds, but not if the API key is refused."""
         try:
             from websockets.exceptions import InvalidStatus, WebSocketException
             from websockets.sync.client import connect
@@ -146,6 +147,9 @@ class PolicyClient:
                 if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
                     raise ServerError(f"{self._uri}: refused ({status})", hint="check the API key") from error
                 problem: Exception = error
+            except ssl.SSLCertVerificationError as error:
+                hint = "trust the server's certificate: SSL_CERT_FILE=cert.pem"
+                raise ServerError(f"{self._uri}: {error.verify_message}", hint=hint) from error
             except (OSError, WebSocketException, WireError) as error:
                 problem = error
             self._drop()  # a server that accepted and then said nothing

@@ -1,9 +1,9 @@
 """Blind comparison of two policies on a robot, valid at any stopping time.
 
 Episodes come in blocks. Each block runs both policies equally often, in random order, and its k-th episodes of A and
-B are a pair (they can share an initial state). A pair that only B solves is a win, a pair that only A solves a loss;
-ties say nothing about which is better. So the difference in success rates, δ = P(B succeeds) - P(A succeeds), is the
-mean of D = +1, -1 or 0 over pairs.
+B are a pair (they can share an initial state). A pair that only B solves is a win, one that only A solves a loss; ties
+carry no information about which is better. So the difference in success rates, δ = P(B succeeds) - P(A succeeds), is
+the mean of D = +1, -1 or 0 over pairs.
 
 The verdict is an exact sequential sign test, valid at any stopping time up to N pairs, which are fixed beforehand. If
 neither policy is better, every pair that is not a tie is a fair coin flip, so wins minus losses is a symmetric random
@@ -12,12 +12,12 @@ null hypothesis (error spending, Lan and DeMets 1983). The bounds are the narrow
 distribution of the walk given the ties, so they also hold for few pairs. Difficulty may vary between initial states;
 pairs must be independent of the outcomes of earlier ones.
 
-The interval is a confidence sequence (Waudby-Smith and Ramdas, arXiv 2010.09686). It bets against every candidate
-δ = m. A bettor who starts with 1 and stakes λ on "above" has Π(1 + λ(D - m)): if the mean of D is at most m, this is a
-fair or losing game; likewise for stakes on "below". The stakes are mixtures over fixed λ, half on each side. Such a
-game ever reaches 1/α with probability at most α (Ville), so the m at which the bettor has less form an interval that
-contains δ at all times with probability 1 - α. It needs no N and is wider than the sign test, so it is clipped at 0 to
-agree with the verdict, which makes its confidence 1 - 2α.
+The interval is a confidence sequence (Waudby-Smith and Ramdas, arXiv 2010.09686), which bets against every candidate
+δ = m. A bettor who starts with 1 and stakes λ on "above" has wealth Π(1 + λ(D - m)): if the mean of D is at most m,
+this is a fair or losing game; likewise for stakes on "below". The stakes are mixtures over fixed λ, half on each side.
+The wealth in such a game ever reaches 1/α with probability at most α (Ville), so the m with less wealth form an
+interval that contains δ at all times with probability 1 - α. It needs no N and is wider than the sign test, so it is
+clipped at 0 to agree with the verdict, which makes its confidence 1 - 2α.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ Array = np.ndarray
 Verdict = Literal["better", "worse", "undecided"]
 """B compared to A."""
 STAKES = (np.arange(32) + 0.5) / 32
-"""λ as a share of the largest stake that cannot lose more than everything."""
+"""λ as a share of the largest stake that cannot make the wealth negative."""
 _GRID = np.linspace(-1, 1, 2001)[1:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which policy runs which episode. A function of the seed alone: nothing has to be stored while it runs."""
+    """Which policy runs which episode. Deterministic in the seed, so nothing has to be stored while it runs."""
 
     seed: int
     """Seed of the random order; the operator must not know it."""
     block: int = 4
-    """Episodes per block, even. In blocks of 2 an operator knows that the second episode is the other policy."""
+    """Episodes per block; even. In blocks of 2 the operator knows that the second episode is the other policy."""
     episodes: int = 100
-    """Most episodes of the comparison, of both policies together. Fixed before the first: the test's bounds need it."""
+    """Most episodes of the comparison, of both policies together. Fixed beforehand: the test's bounds depend on it."""
 
     def __post_init__(self) -> None:
         if self.episodes < 2:
@@ -55,11 +55,11 @@ class Assignment:
             raise ConfigError(f"compare: blocks of {self.block} episodes", hint="an even number, such as 4")
 
     def arm(self, episode: int) -> int:
-        """0: A runs this episode, 1: B does."""
+        """The policy that runs this episode: 0 is A, 1 is B."""
         return int(self._order(episode // self.block)[episode % self.block])
 
     def pair(self, episode: int) -> int:
-        """Number of the pair the episode belongs to: two episodes have it, one of A and one of B."""
+        """Number of the episode's pair, which consists of one episode of A and one of B."""
         block, place = divmod(episode, self.block)
         order = self._order(block)
         return block * (self.block // 2) + int((order[:place] == order[place]).sum())
@@ -74,23 +74,23 @@ class BlindComparison:
     """Result of a comparison after a number of episodes."""
 
     successes: tuple[int, int]
-    """Of A and of B."""
+    """Successes of A and of B."""
     episodes: tuple[int, int]
-    """Of A and of B."""
+    """Episodes of A and of B."""
     wins: int
     """Pairs that only B solved."""
     losses: int
     """Pairs that only A solved."""
     ties: int
-    """Pairs that both solved, or neither."""
+    """Pairs that both or neither solved."""
     verdict: Verdict
     """The test's verdict about B; final once decided."""
     low: float
     """Lower end of the interval of the difference."""
     high: float
-    """Upper end."""
+    """Upper end of the interval of the difference."""
     alpha: float
-    """Share of wrong verdicts to accept; the interval's confidence is 1 - 2 alpha."""
+    """Accepted probability of a wrong verdict; the interval's confidence is 1 - 2 alpha."""
 
     def __str__(self) -> str:
         (a, b), (n, m) = self.successes, self.episodes
@@ -101,9 +101,9 @@ class BlindComparison:
 
 
 def compare(outcomes: Sequence[bool], assignment: Assignment, *, alpha: float = 0.05) -> BlindComparison:
-    """The comparison after these episodes, in their order; those beyond `assignment.episodes` are not looked at.
+    """The comparison after these outcomes, in episode order; ignores those beyond `assignment.episodes`.
 
-    A pair counts once both of its episodes are there.
+    A pair counts once both of its episodes are finished.
     """
     if not 0 < alpha < 0.5:
         raise ConfigError(f"compare: alpha is {alpha}", hint="the share of wrong decisions to accept, such as 0.05")
@@ -145,13 +145,13 @@ def _verdict(differences: Sequence[int], *, most: int, alpha: float) -> Verdict:
 def first_decision(
     differences: Int[Array, "runs pairs"], *, alpha: float, most: int | None = None
 ) -> tuple[Int[Array, "runs"], Bool[Array, "runs"]]:
-    """The sign test: (the pair that decides each comparison, or -1; whether it calls B better).
+    """The sign test of several comparisons: (the deciding pair of each, or -1; whether B is better).
 
-    `most`: the pairs that were planned; None: as many as there are.
+    `most`: the number of planned pairs, N. None: the number of given pairs.
     """
     runs, pairs = differences.shape
     most = pairs if most is None else most
-    chance = np.ones((runs, 1))  # of each distance from 0, if neither is better and nothing was decided yet
+    chance = np.ones((runs, 1))  # P(distance from 0, not yet decided) under the null hypothesis
     net, spent = np.zeros(runs, np.int64), np.zeros(runs)
     first, better = np.full(runs, -1), np.zeros(runs, bool)
     for pair in range(min(pairs, most)):
@@ -161,7 +161,7 @@ def first_decision(
         beyond = np.pad(chance[:, ::-1].cumsum(axis=1)[:, ::-1], ((0, 0), (0, 1)))
         allowed = beyond <= (alpha * (pair + 1) / most - spent)[:, None]
         allowed[:, 0] = False
-        bound = allowed.argmax(axis=1)  # the first; beyond the last distance there is nothing
+        bound = allowed.argmax(axis=1)  # smallest allowed bound; the last is always allowed, with probability 0
         spent += beyond[np.arange(runs), bound]
         chance = np.where(np.arange(bound.max()) < bound[:, None], chance[:, : bound.max()], 0)
         now = (np.abs(net) >= bound) & (first < 0)
@@ -170,7 +170,7 @@ def first_decision(
 
 
 def _fair_step(chance: Float[Array, "runs n"]) -> Float[Array, "runs m"]:
-    """The distance from 0 of a fair walk, one step later; m = n + 1."""
+    """The distribution of a fair walk's distance from 0, one step later; m = n + 1."""
     after = np.pad(chance / 2, ((0, 0), (1, 0)))
     after[:, : chance.shape[1] - 1] += chance[:, 1:] / 2
     after[:, 1] += chance[:, 0] / 2  # from 0 both ways lead to 1
@@ -178,16 +178,16 @@ def _fair_step(chance: Float[Array, "runs n"]) -> Float[Array, "runs m"]:
 
 
 def interval(wins: int, losses: int, ties: int, *, alpha: float) -> tuple[float, float]:
-    """The differences against which the bettor has not won yet, as (low, high).
+    """(low, high) of the differences m at which the bettor's wealth is below 1/α.
 
-    The wealth is smallest near the observed mean and grows on both sides, so they form an interval.
+    The wealth is smallest near the observed mean and grows on both sides, so these form an interval.
     """
     kept = _GRID[log_wealth(_GRID, *np.array([[wins], [losses], [ties]], np.float64)) < -np.log(alpha)]
-    if not len(kept):  # between two points of the grid
+    if not len(kept):  # the interval lies between two grid points
         mean = (wins - losses) / (wins + losses + ties)
         return mean, mean
     step = _GRID[1] - _GRID[0]
-    low, high = float(kept[0] - step), float(kept[-1] + step)  # outwards, to the first points that are left out
+    low, high = float(kept[0] - step), float(kept[-1] + step)  # conservative: the first excluded grid points
     exact = [value if abs(value) > 1e-9 else 0.0 for value in (low, high)]
     return max(exact[0], -1.0), min(exact[1], 1.0)
 

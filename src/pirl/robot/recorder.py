@@ -6,9 +6,9 @@
             recorder.step(observation, action, intended=(chunk, index), intervention=False)
         recorder.end(success=True, note="slow but clean")
 
-`step` copies the step and returns. A second process (`robot.writing`) encodes and writes: what it does never
-holds this interpreter's lock. It also outlives this process: after `kill -9` it finishes the episodes that have ended
-and discards the one that was running.
+`step` copies the step and returns. A second process (`robot.writing`) encodes and writes, so it never holds this
+interpreter's lock. It also survives this process: after `kill -9` it finishes the episodes that have ended and discards
+the running one.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ from pirl.robot.writing import read_message, write_message
 
 Array = np.ndarray
 STATE_KEYS = ("state", "observation/state", LEROBOT_STATE)
-"""An observation's vector under one of these is the state; otherwise all its vectors, joined in their order."""
+"""Keys of an observation's state, in order of preference; without any, all its vectors are concatenated."""
 NO_STEP = -1
-"""`intended_step` of a step that no chunk planned."""
+"""`intended_step` of steps without a chunk."""
 _ANSWER_SECONDS = 600.0
-"""Longest time to wait for an episode to be written."""
+"""Longest wait for an episode to be written, in seconds."""
 
 
 class Recorder:
@@ -67,12 +67,12 @@ class Recorder:
         codec: str = "av1",
         outcomes: bool = True,
     ) -> None:
-        """`horizon`: steps of a policy's chunk, to record the chunks too (None: do not).
+        """`horizon`: steps of a policy's chunk, to record chunks as well. None: do not record them.
 
-        `outcomes`: False where nobody can say at the robot how an episode ended; `pirl label` says it later.
+        `outcomes`: False if outcomes are unknown at the robot and added later with `pirl label`.
 
         Disk budget: an episode does not start when the dataset exceeds `max_gb` (10⁹ bytes) or the disk has less than
-        `min_free_gb` left. Memory: an episode of which more than `max_pending_gb` wait to be encoded is given up.
+        `min_free_gb` left. Memory budget: an episode is given up when more than `max_pending_gb` wait to be encoded.
         """
         self.root = Path(root).expanduser()
         self.horizon = horizon
@@ -83,7 +83,7 @@ class Recorder:
         self._writer: _Writer | None = None
         self._episode: dict[str, Any] | None = None
         self.steps = 0
-        """Steps of the running episode."""
+        """Number of steps of the running episode."""
 
     @property
     def running(self) -> bool:
@@ -111,9 +111,9 @@ class Recorder:
         intervention: bool = False,
         policy: str | None = None,
     ) -> None:
-        """Record one control step: what the robot saw, and the action it executed then.
+        """Record one control step: the observation and the action executed after it. Never waits for the disk.
 
-        `intended` is the policy's chunk and the number of its step that was due. Never waits for the disk.
+        `intended` is the policy's chunk and the index of its step that was due.
         """
         if self._episode is None or self._writer is None:
             raise DataError(f"{self.root}: no episode is running", hint="call start(task=...) first")
@@ -131,8 +131,8 @@ class Recorder:
     def end(self, success: bool | None = None, *, truncated: bool = False, note: str = "") -> int:
         """End the episode, wait until it is on disk, and return its index in the dataset.
 
-        `truncated`: time ran out, and the task could still have succeeded. A failure that is not truncated is taken as
-        the end of the task: learning gives its last actions the value 0.
+        `truncated`: time ran out, and the task could still have succeeded. A failure that is not truncated ends the
+        task: learning gives its last actions the value 0.
         """
         if self._episode is None or self._writer is None:
             raise DataError(f"{self.root}: no episode is running", hint="call start(task=...) first")
@@ -152,13 +152,13 @@ class Recorder:
         return int(self._writer.ask({"do": "end", "task": task, **last})["saved"])
 
     def discard(self) -> None:
-        """Forget the running episode."""
+        """Discard the running episode."""
         if self._episode is not None and self._writer is not None:
             self._episode = None
             self._writer.ask({"do": "discard"})
 
     def close(self) -> None:
-        """End the session; a running episode is discarded."""
+        """End the writing process; discards a running episode."""
         self._episode = None
         if self._writer is not None:
             self._writer.close()
@@ -186,9 +186,9 @@ class Recorder:
 
 
 def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
-    """An observation's state and pictures under the names of a LeRobot dataset; nested keys count as `a/b`.
+    """An observation's state and images under LeRobot's names; nested keys count as `a/b`.
 
-    Pictures are uint8 with three axes, stored as height, width, 3 whichever way the robot has them.
+    Images are uint8 arrays with three axes, stored as (height, width, 3) in either input order.
     """
     flat = flatten(observation)
     columns: dict[str, Array] = {}
@@ -217,7 +217,7 @@ def columns_of(observation: Mapping[str, Any]) -> dict[str, Array]:
 
 
 class _Writer:
-    """The second process, and the thread that feeds it."""
+    """The writing process, and the thread that feeds it."""
 
     def __init__(self, opening: Mapping[str, Any], *, max_pending: int) -> None:
         self._root = opening["root"]
@@ -227,15 +227,15 @@ class _Writer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C at the robot is not for it
+            start_new_session=True,  # so that Ctrl-C at the robot does not reach it
         )
         self._max_pending = max_pending
         self._queue: deque[tuple[bytes, list[bytearray]] | None] = deque()
-        self._free: dict[int, list[bytearray]] = {}  # by size: memory that is used again costs no page faults
+        self._free: dict[int, list[bytearray]] = {}  # by size; reused memory avoids page faults
         self._pending = 0
         self._changed = threading.Condition()
         self.overrun = False
-        """More waits than may: steps are dropped, and the episode with them."""
+        """Whether too much is waiting: steps were dropped, so the episode will be."""
         self._thread = threading.Thread(target=self._feed, name="recorder", daemon=True)
         self._thread.start()
         self.send(opening)
@@ -245,7 +245,7 @@ class _Writer:
         return self._process.poll() is None
 
     def send_step(self, columns: Mapping[str, Any]) -> None:
-        """Send a step's columns, or drop them where too much waits already."""
+        """Send a step's columns, or drop them if too much is waiting."""
         pictures = {name: value for name, value in columns.items() if np.ndim(value) == 3}
         if self._pending + sum(value.nbytes for value in pictures.values()) > self._max_pending:
             self.overrun = True
@@ -260,7 +260,7 @@ class _Writer:
         self.send({"do": "step", "columns": rest, "pictures": shapes}, copies)
 
     def send(self, message: Mapping[str, Any], pictures: list[bytearray] | None = None) -> None:
-        """Leave it to the thread."""
+        """Queue a message for the feeding thread."""
         item = (wire.pack(message), pictures or [])
         with self._changed:
             self._pending += _size(item)
@@ -268,7 +268,7 @@ class _Writer:
             self._changed.notify()
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send, and wait for the answer; an error of the other process is raised here."""
+        """Send a message and wait for the answer; re-raises errors of the writing process."""
         self.send(message)
         assert self._process.stdout is not None
         timer = threading.Timer(_ANSWER_SECONDS, self._process.kill)
@@ -290,7 +290,7 @@ class _Writer:
         return answer
 
     def close(self) -> None:
-        """End the process, after it has done what it was sent."""
+        """End the process after it has handled all messages."""
         with self._changed:
             self._queue.append(None)
             self._changed.notify()
@@ -315,9 +315,9 @@ class _Writer:
                     self._pending -= _size(item)
                 for picture in item[1]:
                     self._free.setdefault(len(picture), []).append(picture)
-        except OSError:  # the process is gone, which `ask` reports
+        except OSError:  # the process is gone; `ask` reports it
             with self._changed:
-                self._max_pending = 0  # nothing more is kept
+                self._max_pending = 0  # drop all further steps
                 self._queue.clear()
         finally:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """A router between a robot and two policy servers that blinds the operator.
 
-It speaks OpenPI's protocol on both sides, and any OpenPI server can be behind it. Before each request it asks which
-policy's turn it is (0 or 1), and removes from the reply what would tell: the policy's name and pirl's other values.
+It speaks OpenPI's protocol on both sides, so it works with any OpenPI server. Before each request it asks which
+policy's turn it is (0 or 1), and removes what would reveal it from the reply: the policy's name and pirl's values.
 """
 
 import threading
@@ -15,10 +15,12 @@ from pirl.robot.keys import POLICY, PREFIX
 
 BLIND = "blind"
 """The policy's name as the robot sees it."""
+TIMINGS = ("policy_timing", "server_timing")
+"""Left out of replies: a policy that compares candidates takes longer."""
 
 
 class BlindRouter:
-    """Listens from `__enter__` to `__exit__`."""
+    """Forwards a robot's requests to one of two policies. Listens from `__enter__` to `__exit__`."""
 
     def __init__(
         self,
@@ -31,12 +33,12 @@ class BlindRouter:
     ) -> None:
         """`servers`: addresses of the two policies, ws://host:port. `turn` is called before each request.
 
-        With an `api_key` robots must send it, and it is sent to both servers.
+        Robots must send the `api_key`, if any; it is also sent to both servers.
         """
         self._servers, self._turn, self._api_key = servers, turn, api_key
         self._listen = (host, port)
         self.port = port
-        """The port in use, once it listens."""
+        """The port in use once it listens."""
 
     def __enter__(self) -> "BlindRouter":
         try:
@@ -63,10 +65,10 @@ class BlindRouter:
         return None
 
     def _converse(self, connection: Any) -> None:
-        """One robot's connection: each request goes to the policy whose turn it is."""
+        """Serve one robot's connection: forward each request to the policy whose turn it is."""
         policies: list[PolicyClient] = []
         try:
-            for address in self._servers:  # `extras` would overwrite the robot's own names of episodes
+            for address in self._servers:  # `extras` would overwrite the robot's own episode names
                 policies.append(PolicyClient(address, api_key=self._api_key, extras=False))
             connection.send(wire.pack(hidden(policies[0].get_server_metadata())))
             for message in connection:
@@ -82,6 +84,6 @@ class BlindRouter:
 
 
 def hidden(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The reply without pirl's own values, which differ between policies; what both must share stays."""
+    """The reply without what differs between policies: pirl's own values and the timings."""
     shared = {f"{PREFIX}{name}" for name in ("execute", "horizon", "robot", "real_time")}
-    return {key: value for key, value in reply.items() if not key.startswith(PREFIX) or key in shared}
+    return {key: value for key, value in reply.items() if key in shared or not key.startswith((PREFIX, *TIMINGS))}

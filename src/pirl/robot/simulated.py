@@ -37,23 +37,23 @@ _CLOSE, _OPEN = 1.0, -1.0
 _ARRIVED = 0.03
 OUTCOMES = ("true", "random", "none")
 PATIENCE = 2
-"""Steps in which a carried block moves away from its zone before the supervisor takes over."""
+"""Consecutive steps of carrying a block away from its zone before the supervisor takes over."""
 
 
 class Supervisor:
-    """Watches one table, and takes over for the rest of the episode when the block is carried the wrong way."""
+    """Watches one table; takes over for the rest of the episode when the block is carried the wrong way."""
 
     def __init__(self, env: TabletopEnv) -> None:
         self._state = env.table.state
         self.begin(watching=False)
 
     def begin(self, *, watching: bool) -> None:
-        """A new episode, to be watched or not."""
+        """Begin an episode, watched or not."""
         self._watching, self._acting = watching, False
         self._nearest, self._away = np.inf, 0
 
     def __call__(self, observation: Any) -> Float32[np.ndarray, "3"] | None:
-        """Its action, or None."""
+        """The supervisor's action, or None while the policy acts."""
         state = self._state
         offset = state.zones[0, state.zone[0]] - state.gripper[0]
         distance = float(np.linalg.norm(offset))
@@ -70,7 +70,7 @@ class Supervisor:
 
 
 def run_episode(env: RobotEnv, policy: Takeover, context: Context, recorder: Recorder | None, *, hz: float) -> Outcome:
-    """One episode, and how it ended."""
+    """Run one episode; returns its last outcome."""
     env.begin(context)
     policy.reset()
     if recorder is not None:
@@ -98,7 +98,7 @@ def run_episode(env: RobotEnv, policy: Takeover, context: Context, recorder: Rec
 
 
 def contexts(env: RobotEnv, numbers: Sequence[int]) -> list[Context]:
-    """Tasks in turn; the same number is the same initial state."""
+    """One context per number: tasks in turn, the number as initial state."""
     return [
         Context(env.tasks[number % len(env.tasks)], number if env.num_inits is None else number % env.num_inits)
         for number in numbers

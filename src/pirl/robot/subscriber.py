@@ -6,11 +6,11 @@
     subscriber = RecordingSubscriber(recorder, policy, outcome=ask_operator, task="fold the box")
     Runtime(environment, PolicyAgent(policy), [subscriber], max_hz=50, num_episodes=20).run()
 
-A robot with a loop of its own calls `Recorder.step` itself.
+If your robot has its own loop, call `Recorder.step` there.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -20,8 +20,9 @@ from pirl.names import ACTIONS, PROMPT
 from pirl.robot.keys import INTERVENTION, POLICY
 from pirl.robot.recorder import Recorder
 
-Outcome = bool | tuple[bool, str] | None
-"""Success, or success and a note; None discards the episode."""
+Outcome = bool | Literal["timeout"] | tuple[bool | Literal["timeout"], str] | None
+"""Success, failure (False) or "timeout", alone or with a note; None discards the episode. A failure ends the task: its
+last actions get the value 0. After a time-out the task could still have succeeded."""
 
 
 @runtime_checkable
@@ -30,24 +31,24 @@ class Planner(Protocol):
 
     @property
     def intended(self) -> tuple[Float[np.ndarray, "H A"], int] | None:
-        """The chunk, and its step that was due."""
+        """The current chunk and the index of its step that was due."""
 
 
 class RecordingSubscriber:
-    """OpenPI's `Subscriber` by its methods; openpi-client need not be installed."""
+    """Implements OpenPI's `Subscriber` structurally; openpi-client need not be installed."""
 
     def __init__(
         self, recorder: Recorder, planner: Planner, *, outcome: Callable[[], Outcome], task: str | None = None
     ) -> None:
-        """`outcome` is asked after every episode; `task` names it, by default the observation's prompt."""
+        """`outcome` is called after every episode; `task` defaults to the observation's prompt."""
         self.recorder, self._planner, self._outcome, self._task = recorder, planner, outcome, task
 
     def on_episode_start(self) -> None:
-        """The next step begins an episode."""
+        """Discard an unfinished episode; the next step begins a new one."""
         self.recorder.discard()
 
     def on_step(self, observation: Mapping[str, Any], action: Mapping[str, Any]) -> None:
-        """Record what was seen and done."""
+        """Record the observation and the executed action."""
         if not self.recorder.running:
             self.recorder.start(task=self._find_task(observation))
         self.recorder.step(
@@ -59,13 +60,15 @@ class RecordingSubscriber:
         )
 
     def on_episode_end(self) -> None:
-        """Ask how it went, and save."""
+        """Ask for the outcome and save the episode, or discard it."""
         said = self._outcome()
         if said is None or not self.recorder.running:
             self.recorder.discard()
             return
-        success, note = said if isinstance(said, tuple) else (said, "")
-        self.recorder.end(success, note=note)
+        outcome, note = said if isinstance(said, tuple) else (said, "")
+        if not isinstance(outcome, bool) and outcome != "timeout":
+            raise DataError(f"the episode's outcome is {outcome!r}", hint='answer True, False, "timeout" or None')
+        self.recorder.end(outcome is True, truncated=outcome == "timeout", note=note)
 
     def _find_task(self, observation: Mapping[str, Any]) -> str:
         task = self._task or observation.get(PROMPT)

@@ -2,9 +2,9 @@
 
     hand = KeySwitch()                      # the space bar takes over and hands back
     policy = Takeover(broker, lambda observation: leader.read() if hand.on else None)
-    action = policy.infer(observation)      # action["pirl/intervention"] says who chose it
+    action = policy.infer(observation)      # action["pirl/intervention"]: whether a person chose it
 
-`Takeover` is a policy like the broker inside it, and the recorder writes its mark as LeRobot's column `intervention`.
+`Takeover` is a policy like the broker it wraps; the recorder stores its flag as LeRobot's column `intervention`.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from pirl.robot.broker import ChunkBroker
 from pirl.robot.keys import INTERVENTION, POLICY
 
 Corrector = Callable[[Mapping[str, Any]], Float[np.ndarray, "A"] | None]
-"""The person's action for an observation, or None while the policy acts."""
+"""Maps an observation to the person's action, or None while the policy acts."""
 OPERATOR = "operator"
-"""The `policy` of a step that a person chose."""
+"""The `policy` of steps chosen by a person."""
 
 
 class Takeover:
-    """A policy that steps aside: where the corrector has an action, that one is returned and marked.
+    """A policy whose actions a corrector can override; overridden steps are flagged.
 
-    The broker forgets its chunk then, so the policy looks again when it gets the robot back.
+    An override drops the broker's chunk, so the policy replans from a new observation when it gets the robot back.
     """
 
     def __init__(self, broker: ChunkBroker, corrector: Corrector) -> None:
@@ -44,7 +44,7 @@ class Takeover:
         return self.broker.intended
 
     def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
-        """The person's action, or else the policy's."""
+        """The person's action if there is one, else the policy's."""
         action = self._corrector(obs)
         if action is None:
             return {**self.broker.infer(obs), INTERVENTION: False}
@@ -53,23 +53,23 @@ class Takeover:
         return {"actions": np.asarray(action), POLICY: OPERATOR, INTERVENTION: True}
 
     def reset(self) -> None:
-        """A new episode begins."""
+        """Begin a new episode."""
         self.broker.reset()
 
 
 class KeySwitch:
-    """On or off by a key of the terminal, without Enter. Use as a context manager: it changes the terminal's mode."""
+    """A switch toggled by a terminal key, without Enter. Use as a context manager: it changes the terminal's mode."""
 
     def __init__(self, key: str = " ", *, stream: Any = None) -> None:
         self._key = key
         self._file = (sys.stdin if stream is None else stream).fileno()
         self.on = False
-        """Whether a person has the robot."""
+        """Whether a person controls the robot."""
         self._changed: Callable[[bool], None] = lambda on: None
         self._stop, self._wake = os.pipe()
 
     def on_change(self, told: Callable[[bool], None]) -> None:
-        """Call this after every change, for a sound or a light."""
+        """Set a callback for every change, for a sound or a light."""
         self._changed = told
 
     def __enter__(self) -> "KeySwitch":

@@ -3,8 +3,8 @@
     array   {b"__ndarray__": true, b"data": bytes, b"dtype": "<f4", b"shape": [H, d]}
     scalar  {b"__npgeneric__": true, b"data": number, b"dtype": "<f4"}
 
-Keys are bytes in these two maps alone; elsewhere they are text. Arrays arrive read-only, tuples as lists. A message is
-scanned before anything is built from it: its nesting and the number of its values are limited, and both ends agree.
+Keys are bytes in these two maps only; elsewhere they are text. Arrays arrive read-only, tuples as lists. Messages are
+scanned before anything is built from them, to limit nesting and the number of values and to find truncated ones.
 """
 
 import math
@@ -18,7 +18,7 @@ import numpy as np
 from pirl.errors import WireError
 
 REFUSED_KINDS = "VOc"
-"""dtype kinds that OpenPI does not send: records, objects, complex numbers."""
+"""dtype kinds that the format does not allow: records, objects, complex numbers."""
 MAX_AXES = 32
 
 _DTYPE = re.compile(r"[<>|=]?(?:[biufSU][0-9]{1,9}|[mM]8(?:\[[0-9A-Za-z]{1,12}\])?)", re.ASCII)
@@ -41,13 +41,13 @@ class Limits:
     max_bytes: int = 64 * 2**20
     """Size of the whole message."""
     max_depth: int = 8
-    """Maps and lists within each other; an array counts as two, its map and its shape."""
+    """Nesting of maps and lists; an array counts as two levels, its map and its shape."""
     max_values: int = 100_000
-    """Values of all maps and lists together; an array is one of few, however large."""
+    """Keys and values of all maps and lists together; an array's data counts as one, however large."""
 
 
 def pack(value: Any) -> bytes:
-    """The message of a value, byte for byte OpenPI's."""
+    """Encode a value, byte-identical to OpenPI."""
     try:
         packed: bytes = msgpack.packb(value, default=_plain)
         return packed
@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(found: dict[Any, Any]) -> Any:
-    """An array or scalar out of its map; any other map is itself."""
+    """Decode an array or scalar from its map; returns other maps unchanged."""
     if b"__ndarray__" in found:
         return _array(found)
     if b"__npgeneric__" in found:
@@ -113,7 +113,7 @@ def _array(found: dict[Any, Any]) -> np.ndarray:
         )
     try:
         return np.ndarray(buffer=data, dtype=dtype, shape=shape)
-    except (ValueError, TypeError, OverflowError) as error:  # an axis too long for this machine, beside an empty one
+    except (ValueError, TypeError, OverflowError) as error:  # a huge axis together with an empty one
         raise WireError(f"an array of {dtype} and shape {str(shape)[:80]} cannot be: {error}", hint=_HINT) from error
 
 
@@ -131,7 +131,7 @@ def _scalar(found: dict[Any, Any]) -> np.generic:
 
 
 def _dtype(name: object) -> np.dtype:
-    """A type of numbers or text, of which OpenPI writes the name."""
+    """Parse the dtype name of an array of numbers or text."""
     try:
         if isinstance(name, str) and _DTYPE.fullmatch(name):
             return np.dtype(name)
@@ -155,7 +155,7 @@ _MAPS = {0xDE: 2, 0xDF: 4}
 
 
 def _scan(data: bytes, limits: Limits) -> None:
-    """One value that ends where the message ends, within the limits. Skips over texts and arrays; builds nothing."""
+    """Raise unless the message is exactly one value within the limits. Skips text and array data; builds nothing."""
     size = len(data)
     if size > limits.max_bytes:
         raise WireError(f"a message of {size} bytes", hint=f"at most {limits.max_bytes} are taken")

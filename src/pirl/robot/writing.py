@@ -1,6 +1,6 @@
 """The process that writes a `Recorder`'s episodes: messages on standard input, replies on standard output.
 
-It ends when its input ends. An episode without an end is discarded; one that has ended is written first.
+It exits when its input ends, after writing ended episodes; an unfinished episode is discarded.
 """
 
 import os
@@ -18,16 +18,16 @@ from pirl.names import NEXT_DONE, NEXT_SUCCESS, NEXT_TRUNCATED, NOTE
 from pirl.robot import wire
 
 SMALLEST_VIDEO = 64
-"""Pictures with a shorter or an odd side are stored as PNG."""
+"""Images with a shorter or an odd side are stored as PNG."""
 _LIMITS = wire.Limits(max_bytes=2**31)
 _LOCK_SECONDS = 30.0
-"""How long to wait for a dataset that an earlier process still finishes."""
+"""Longest wait for a dataset that an earlier process is still writing, in seconds."""
 _POLITE = 15
-"""Added to the niceness: the control loop goes first."""
+"""Increment of the niceness, so that the control loop has priority."""
 
 
 def write_message(file: int, data: bytes, pictures: Sequence[bytearray] = ()) -> None:
-    """A packed message with its length before it, and after it the pictures whose shapes it lists."""
+    """Write a packed message, preceded by its length and followed by the images whose shapes it lists."""
     parts: list[bytes | bytearray] = [struct.pack("<Q", len(data)), data, *pictures]
     for part in parts:
         rest = memoryview(part)
@@ -36,7 +36,7 @@ def write_message(file: int, data: bytes, pictures: Sequence[bytearray] = ()) ->
 
 
 def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next message, its pictures among its columns; None where the other end is gone, also in the middle of one."""
+    """The next message with its images among its columns; None at the end of input, also within a message."""
     head = stream.read(8)
     if len(head) < 8:
         return None
@@ -54,7 +54,7 @@ def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 class DatasetWriter:
-    """Follows the messages of one recorder. Keeps the last step back, which only the episode's end completes."""
+    """Executes the messages of one recorder. Holds the last step back, because the episode's end completes it."""
 
     def __init__(self, opening: dict[str, Any]) -> None:
         self._opening = opening
@@ -63,7 +63,7 @@ class DatasetWriter:
         self._problem: PirlError | None = None
 
     def step(self, columns: dict[str, Any]) -> None:
-        """Add the step before this one. A step that is refused spoils its episode, which `end` reports."""
+        """Add the previous step and hold this one. An invalid step fails the episode; `end` raises the error."""
         if self._problem is not None:
             return
         try:
@@ -76,7 +76,7 @@ class DatasetWriter:
             self._problem = error if isinstance(error, PirlError) else DataError(f"{self._opening['root']}: {error}")
 
     def end(self, task: str, *, success: bool, truncated: bool, note: str) -> int:
-        """Write the last step and save the episode; its index."""
+        """Write the last step and save the episode; returns its index."""
         try:
             if self._problem is not None:
                 raise self._problem
@@ -88,13 +88,13 @@ class DatasetWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Forget the running episode, or what is left of the last one."""
+        """Discard the running episode."""
         self._last = self._problem = None
         if self._writer is not None:
             self._writer.discard_episode()
 
     def close(self) -> None:
-        """Discard what has not ended, and let the next writer in."""
+        """Discard an unfinished episode and release the dataset."""
         if self._writer is not None:
             self._writer.close()
 
@@ -134,7 +134,7 @@ class DatasetWriter:
 
 
 def feature_of(value: Any) -> dict[str, Any]:
-    """LeRobot's description of a column, from its first value."""
+    """LeRobot's feature of a column, from its first value."""
     if isinstance(value, str):
         return {"dtype": "string", "shape": [1], "names": None}
     array = np.asarray(value)
@@ -146,7 +146,7 @@ def feature_of(value: Any) -> dict[str, Any]:
 
 
 def serve(requests: IO[bytes], answers: int) -> None:
-    """Follow the messages until they end."""
+    """Execute messages until the input ends."""
     opening = read_message(requests)
     if opening is None:
         return
@@ -169,7 +169,7 @@ def serve(requests: IO[bytes], answers: int) -> None:
                 answer = {"refused": f"{opening['root']}: the episode is lost: {error}", "hint": "is the disk full?"}
             try:
                 write_message(answers, wire.pack(answer))
-            except OSError:  # nobody waits for the answer any more
+            except OSError:  # the recorder is gone
                 continue
     finally:
         writer.close()

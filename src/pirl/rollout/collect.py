@@ -1,7 +1,7 @@
 """Collects episodes: each slot of a pool runs one context after another; one policy call per round serves all slots.
 
-An episode depends only on its context, its number and the policy. Repeating a lost episode or completing an interrupted
-collection therefore does not change the result.
+An episode depends only on its context, its number and the policy. So repeating a lost episode or resuming an
+interrupted collection gives the same result.
 """
 
 import time
@@ -49,12 +49,12 @@ class CollectStats:
     total_seconds: float = 0.0
     policy_calls: int = 0
     rows_used: int = 0
-    """Used rows of the policy's batches."""
+    """Rows of the policy's batches that held an environment's observation, not padding."""
     lost: list[tuple[Job, str]] = field(default_factory=list)
     """Dropped episodes, with reasons."""
 
     def metrics(self, batch_size: int) -> dict[str, float]:
-        """Metrics that depend on the machine and on repeated episodes."""
+        """Speed metrics; they depend on the machine and include repeated episodes."""
         total = max(self.total_seconds, 1e-9)
         return {
             "time/env_steps_per_second": self.env_steps / total,
@@ -75,12 +75,12 @@ def collect(
     stop: Callable[[], bool] = lambda: False,
     stats: CollectStats | None = None,
 ) -> Iterator[Rollout]:
-    """Yield the jobs' episodes as they end. With `every_picture`, each step has images; otherwise those the policy saw.
-    With `last_look`, the policy also notes something of the last observation of episodes that were cut off.
+    """Yield the jobs' episodes as they end. With `every_picture` each step has images, otherwise only planning steps.
 
+    With `last_look` the policy also plans (and notes) at the last observation of truncated episodes.
     A lost episode is repeated up to `retries` times, then dropped with a warning. If every episode is lost, the
-    environment is broken: EnvError. `stats` accumulates; stats of an earlier part of the same collection show that the
-    environment did work.
+    environment is broken: EnvError. `stats` accumulates over the parts of a collection; finished episodes in it show
+    that the environment works.
     """
     stats = CollectStats() if stats is None else stats
     queue = _Queue(jobs, retries=retries, slots=pool.size, stats=stats)
@@ -137,17 +137,17 @@ def collect(
 
 
 class _Queue:
-    """Pending jobs, and how often each was lost."""
+    """Pending jobs and how often each was lost."""
 
     def __init__(self, jobs: Iterable[Job], *, retries: int, slots: int, stats: CollectStats) -> None:
         self.waiting = deque(jobs)
         self._retries, self._stats = retries, stats
         self._enough = min(slots, len(self.waiting))
-        """So many given up and none finished: it is the environment, not the episode."""
+        """After this many dropped episodes and none finished, the environment itself is broken."""
         self._tries: dict[int, int] = {}
 
     def lose(self, job: Job, reason: str) -> None:
-        """Requeue a lost job, or drop it."""
+        """Requeue a lost job, or drop it after `retries`; raises EnvError if the environment is broken."""
         tries = self._tries.get(job.number, 0) + 1
         self._tries[job.number] = tries
         message = f"episode {job.number} ({job.context.task!r}, initial state {job.context.init}) was lost: {reason}"
@@ -163,7 +163,7 @@ class _Queue:
 
 
 class _Running:
-    """A running episode."""
+    """An episode in progress."""
 
     def __init__(self, job: Job, begun: Started, robot: Robot) -> None:
         self.job, self.seen, self._robot = job, begun.observation, robot
@@ -175,7 +175,7 @@ class _Running:
         self._notes: list[Mapping[str, Array]] = []
 
     def note(self, plan: Plan) -> None:
-        """Keep what the policy noted."""
+        """Keep a plan's notes."""
         self._notes.append(plan.notes)
 
     def add(self, planned: Plan, answer: Advanced) -> None:
@@ -190,7 +190,7 @@ class _Running:
         self.seen = answer.observations[-1]
 
     def finish(self, answer: Advanced) -> Rollout:
-        """The whole episode."""
+        """The finished episode."""
         last = np.arange(len(self.rewards)) == len(self.rewards) - 1
         flat = [flatten(row) for row in self._rows]
         prompt = flat[0].get(PROMPT)
@@ -218,7 +218,7 @@ class _Running:
 
 
 def _remaining(plan: Float[Array, "H A"], step: int) -> Float[Array, "H A"]:
-    """The rest of a plan some steps later, padded with NaN."""
+    """What remains of a plan after `step` steps, padded with NaN to the same length."""
     rest = np.full_like(plan, np.nan)
     rest[: len(plan) - step] = plan[step:]
     return rest
@@ -229,5 +229,5 @@ def _pictures(row: Mapping[str, Any]) -> list[str]:
 
 
 def numbered(contexts: Sequence[Context], first: int = 0) -> list[Job]:
-    """Jobs for contexts, counted from `first`."""
+    """Jobs for contexts, numbered from `first`."""
     return [Job(first + i, context) for i, context in enumerate(contexts)]

@@ -1,4 +1,4 @@
-"""Collects the episodes of one round; an interruption loses no finished episode."""
+"""Collects the episodes of one round, resumably: an interruption loses no finished episode."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,8 +25,8 @@ Say = Callable[[str], None]
 class Collector:
     """Collects the episodes of one round; `state` holds the finished ones, so a run can resume.
 
-    A `recorder` also writes the episodes of finished rounds to a dataset, each once: episodes recorded after the
-    checkpoint that a run resumes from are collected again, identically.
+    A `recorder` also writes the episodes of finished rounds to a dataset, each exactly once: a resumed run collects
+    episodes after its checkpoint again, identically, and skips those already in the dataset.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Collector:
         last_look: bool = False,
         recorder: RolloutRecorder | None = None,
     ) -> None:
-        """A recorder needs every picture."""
+        """`recorder` requires `every_picture`."""
         self.pool, self.policy = pool, policy
         self._key, self._directory, self._retries = key, directory, retries
         self._every_picture, self._recorder = every_picture, recorder
         self._last_look = last_look
         self._recorded = 0 if recorder is None else num_recorded(recorder.root)
         self._ahead = 0
-        """Episodes to come that are in the dataset already."""
+        """Number of the next episodes that the dataset already holds."""
         self._finished: dict[int, Rollout] = {}
         self._lost: set[int] = set()
         self._stats = CollectStats()
@@ -72,7 +72,7 @@ class Collector:
                 self._finished[rollout.number] = rollout
                 say(f"collecting {len(self._finished)}/{len(jobs)}")
         except EnvError:
-            self._stats.lost.clear()  # once the environment is repaired, all is tried again
+            self._stats.lost.clear()  # a resumed run, with a repaired environment, retries all
             raise
         finally:
             self.policy.use(None, self._key)
@@ -80,7 +80,7 @@ class Collector:
         return {job.number: self._finished[job.number] for job in jobs if job.number in self._finished}
 
     def close_round(self) -> dict[str, float]:
-        """End the round: record and forget its episodes. Returns their cost."""
+        """End the round: record its episodes, then drop them. Returns speed metrics."""
         for number in sorted(self._finished) if self._recorder is not None else ():
             self._record(self._finished[number])
         metrics = self._stats.metrics(self.policy.batch_size) | {"rollout/lost_episodes": float(len(self._lost))}
@@ -96,14 +96,14 @@ class Collector:
         self._recorded += 1
 
     def state(self) -> dict[str, Any]:
-        """Finished episodes of an unfinished round; writes them to the run folder."""
+        """Write the unfinished round's finished episodes to the run folder; returns their file names, as JSON."""
         names = save_rollouts(self._directory, [self._finished[number] for number in sorted(self._finished)])
         if self._recorder is not None:
-            self._recorder.save()  # no checkpoint counts an episode that the dataset could still lose
+            self._recorder.save()  # a checkpoint only counts episodes that are safely on disk
         return {"rollouts": names, "lost": sorted(self._lost), "recorded": self._recorded}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with these episodes."""
+        """Load the finished episodes of a saved round."""
         self._finished = {rollout.number: rollout for rollout in load_rollouts(self._directory, state["rollouts"])}
         self._lost = set(state["lost"])
         self._stats = CollectStats(episodes=len(self._finished))

@@ -1,4 +1,4 @@
-"""Settings of collection, curriculum and evaluation. No jax here."""
+"""Settings of collection, curriculum and evaluation. Does not import jax."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

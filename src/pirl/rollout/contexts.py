@@ -1,7 +1,7 @@
 """Splits of contexts: training, validation (to choose settings and checkpoints) and test (to report results).
 
-Where any seed is an initial state, the splits are disjoint. Where a benchmark lists its states (LIBERO: 50 per task),
-all are test states by convention; validation takes them from the end.
+Where initial states are seeds, the splits are disjoint. Where a benchmark lists its states (LIBERO: 50 per task), all
+are test states by convention; validation takes them from the end.
 """
 
 from typing import Literal
@@ -13,17 +13,17 @@ from pirl.rollout.pool import EnvInfo
 
 Split = Literal["train", "validation", "test"]
 _FIRST = {"train": 0, "validation": 2**30, "test": 2**30 + 2**29}
-"""Seeds of each split start here."""
+"""First seed of each split."""
 
 
 def fixed_contexts(info: EnvInfo, count: int, split: Split, *, tasks: tuple[str, ...] | None = None) -> list[Context]:
-    """The first `count` contexts of a split, the same every time, taking the tasks in turn."""
+    """The first `count` contexts of a split, cycling over tasks; deterministic."""
     tasks = info.tasks if tasks is None else tasks
     return [Context(tasks[i % len(tasks)], _init(info, i // len(tasks), split)) for i in range(count)]
 
 
 def random_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list[Context]:
-    """Contexts to train on."""
+    """Random training contexts."""
     limit = _FIRST["validation"] if info.num_inits is None else info.num_inits
     tasks = rng.integers(len(info.tasks), size=count).tolist()
     inits = rng.integers(limit, size=count).tolist()
@@ -31,7 +31,7 @@ def random_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list
 
 
 def distinct_contexts(info: EnvInfo, count: int, rng: np.random.Generator) -> list[Context]:
-    """Distinct training contexts; all of them if there are fewer."""
+    """`count` distinct training contexts; all of a benchmark's listed ones if there are fewer."""
     if info.num_inits is None:
         found: dict[Context, None] = {}
         while len(found) < count:

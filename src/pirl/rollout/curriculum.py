@@ -1,9 +1,9 @@
 """Chooses training contexts: those the policy sometimes solves.
 
-A group of rollouts teaches only if its outcomes differ, and E|advantage|² is largest where success is a coin toss. Each
-context has a Beta posterior of its success rate p; it is drawn with weight E[p]^{2τ} (1 - E[p])^{2(1-τ)}, which is
-p(1 - p) for the target τ = ½ and has its maximum at p = τ. Old evidence fades, because the policy changes; solved and
-hopeless contexts keep a minimum weight, so that forgetting and late progress show.
+A group of rollouts teaches only if its outcomes differ, and E|advantage|² is largest at a success rate of ½. Each
+context has a Beta posterior over its success rate p; it is drawn with weight E[p]^{2τ} (1 - E[p])^{2(1-τ)}, which is
+p(1 - p) for the target τ = ½ and has its maximum at p = τ. Old evidence decays, because the policy changes; solved and
+hopeless contexts keep a minimum weight, so that forgetting and late progress are noticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from pirl.rollout.pool import EnvInfo
 
 
 def _to_train_on(info: EnvInfo, held_out: int) -> EnvInfo:
-    """Without the last listed states of each task."""
+    """The facts without the last `held_out` listed initial states of each task."""
     if info.num_inits is None or not held_out:
         return info
     if held_out >= info.num_inits:
@@ -33,7 +33,7 @@ def _to_train_on(info: EnvInfo, held_out: int) -> EnvInfo:
 
 
 class Curriculum:
-    """Counts successes and failures and draws contexts, deterministically by seed and history."""
+    """Counts successes and failures and draws contexts; deterministic given seed and history."""
 
     def __init__(self, config: CurriculumConfig, info: EnvInfo, seed: int) -> None:
         self.config, self._info, self._seed = config, _to_train_on(info, config.held_out), seed
@@ -76,7 +76,7 @@ class Curriculum:
                 self._counts[place] += successes, failures
 
     def metrics(self) -> dict[str, float]:
-        """How the posterior is spread."""
+        """Statistics of the posterior."""
         p = self.success
         return {
             "curriculum/success_mean": float(p.mean()),
@@ -86,11 +86,11 @@ class Curriculum:
         }
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; the arms follow from the seed."""
+        """The counts, for the checkpoint; the arms follow from the seed."""
         return {"counts": self._counts.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore this evidence."""
+        """Restore saved counts."""
         counts = np.array(state["counts"], float).reshape(-1, 2)
         if len(counts) != len(self._arms):
             raise ConfigError(

@@ -16,7 +16,7 @@ from pirl.rollout.policy import ChunkPolicy
 from pirl.rollout.pool import EnvPool
 
 EVAL_METRICS = ("eval/success_rate", "eval/success_low", "eval/success_high", "eval/return", "eval/length")
-"""Metrics of an evaluation."""
+"""Metrics that an evaluation logs."""
 Z95 = 1.959963984540054
 
 
@@ -29,12 +29,12 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The share of successes; NaN without trials."""
+        """successes / trials; NaN without trials."""
         return self.successes / self.trials if self.trials else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval, which also holds near 0 and 1 and for few trials."""
+        """Wilson's 95% interval, valid also near 0 and 1 and for few trials."""
         if not self.trials:
             return 0.0, 1.0
         n, p = self.trials, self.value
@@ -56,9 +56,9 @@ class Trial:
     reward: float
     """Sum of its rewards."""
     length: int
-    """Its steps."""
+    """Number of steps."""
     error: str | None = None
-    """Why it was lost; it counts as a failure, as in OpenPI's evaluation."""
+    """Why it was lost, else None. A lost episode counts as a failure, as in OpenPI's evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +69,17 @@ class Evaluation:
 
     @property
     def success(self) -> Rate:
-        """Over all tasks."""
+        """Success rate over all tasks."""
         return _rate(self.trials)
 
     @property
     def by_task(self) -> dict[str, Rate]:
-        """Success of each task, in the order they first appear."""
+        """Success rate per task, in order of first appearance."""
         tasks = dict.fromkeys(trial.context.task for trial in self.trials)
         return {task: _rate([trial for trial in self.trials if trial.context.task == task]) for task in tasks}
 
     def metrics(self) -> dict[str, float]:
-        """For the log."""
+        """Metrics for the log; return and length exclude lost episodes."""
         low, high = self.success.interval
         done = [trial for trial in self.trials if trial.error is None]
         return {
@@ -91,7 +91,7 @@ class Evaluation:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """All results and episodes, as JSON."""
         return {
             "success": _json(self.success),
             "tasks": {task: _json(rate) for task, rate in self.by_task.items()},
@@ -122,9 +122,9 @@ def evaluate(
     stats: CollectStats | None = None,
     folder: Path | None = None,
 ) -> Evaluation:
-    """Run every context once. The same policy, key and contexts give the same result.
+    """Run every context once. Deterministic given policy, key and contexts.
 
-    Several processes share the contexts, and their episodes through `folder`.
+    Several processes split the contexts and exchange episodes through `folder`.
     """
     stats = CollectStats() if stats is None else stats
     jobs = numbered(contexts)

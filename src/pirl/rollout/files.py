@@ -1,4 +1,4 @@
-"""Stores the finished episodes of an unfinished collection, so that an interrupted run loses only running ones."""
+"""Stores the finished episodes of an unfinished collection, so that an interruption loses only running ones."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,11 +9,11 @@ from pirl.data import episode_store
 from pirl.records import Array, Context, Rollout
 
 ROLLOUTS = "rollouts"
-"""In a run's folder: episodes of collections and evaluations under way."""
+"""Subfolder of a run for episodes of unfinished collections and evaluations."""
 
 
 def save_rollouts(directory: Path, rollouts: Iterable[Rollout]) -> list[str]:
-    """Write missing episodes; return the names for `load_rollouts`."""
+    """Write the episodes that are not on disk yet; return all names, for `load_rollouts`."""
     return [episode_store.write(directory, rollout.number, _arrays(rollout)) for rollout in rollouts]
 
 

@@ -1,8 +1,8 @@
 """Videos of episodes, and a filmstrip with time from left to right.
 
-An evaluation renders only what the policy sees. A film shows every step, larger if the environment can: it replays the
-episode's actions from its context. If the replay ends differently (or there is no environment), the film shows what the
-policy saw.
+An evaluation renders only what the policy sees. A film shows every step, larger if the environment can render so: it
+replays the episode's actions from its context. If the replay differs (or there is no environment), the film shows the
+policy's images.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from pirl.records import Array, Rollout
 
 STRIP = "filmstrip.png"
 LEAST_SIZE = 160
-"""Smaller images are enlarged to this, pixel by pixel."""
+"""Shortest side in pixels; smaller images are enlarged by repeating pixels."""
 GREEN, RED = (40, 160, 70), (205, 50, 50)
 _H264 = VideoEncoding(encoder="libx264", options={"crf": "18", "preset": "veryfast"})
 _CELL, _BORDER, _GAP, _LINE = 96, 3, 4, 16
@@ -32,7 +32,7 @@ class Film:
     """The film of one episode."""
 
     frames: UInt8[Array, "T h w 3"]
-    """Frames."""
+    """RGB images over time."""
     fps: int
     """Frames per second."""
     success: bool
@@ -40,11 +40,11 @@ class Film:
     number: int
     """Number of the episode in the evaluation."""
     caption: str
-    """Caption."""
+    """Caption in the filmstrip."""
 
     @property
     def name(self) -> str:
-        """File name."""
+        """File name without suffix."""
         return f"{'success' if self.success else 'failure'}-{self.number:04d}"
 
 
@@ -87,7 +87,7 @@ def film(rollout: Rollout, env: RobotEnv | None, *, fps: int) -> Film | None:
 
 
 def _act_again(env: RobotEnv, rollout: Rollout) -> UInt8[Array, "T h w 3"] | None:
-    """Replay every step of the episode, if it ends the same."""
+    """Frames of the episode replayed in the environment; None if rewards or success differ from the recording."""
     try:
         env.begin(rollout.context)
         seen = [_picture(env)]
@@ -98,14 +98,14 @@ def _act_again(env: RobotEnv, rollout: Rollout) -> UInt8[Array, "T h w 3"] | Non
             if np.float32(outcome.reward) != np.float32(reward):
                 return None
             seen.append(_picture(env))
-    except Exception:  # a simulator may raise anything, and a film is not worth an evaluation
+    except Exception:  # a simulator may raise anything, and a film must not fail an evaluation
         return None
     same = success == rollout.episode.success and all(picture is not None for picture in seen)
     return np.stack([picture for picture in seen if picture is not None]) if same else None
 
 
 def _picture(env: RobotEnv) -> UInt8[Array, "h w 3"] | None:
-    """The environment's human view, or all its cameras."""
+    """The environment's rendered view, or all its cameras side by side."""
     if env.render_mode == "rgb_array":
         drawn: Any = env.render()
         if isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.ndim == 3:
@@ -147,7 +147,7 @@ def write_video(film: Film, folder: Path) -> Path:
 
 
 def write_films(rollouts: Iterable[Rollout], env: RobotEnv | None, folder: Path, *, fps: int) -> list[Path]:
-    """Write a video each, and one filmstrip; none where nothing shows pictures."""
+    """Write one video per rollout and a filmstrip; nothing for rollouts without images."""
     films = [found for rollout in rollouts if (found := film(rollout, env, fps=fps)) is not None]
     if films:
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def write_filmstrip(films: Sequence[Film], file: Path) -> Path:
 
 
 def _spread(frames: UInt8[Array, "T h w 3"], columns: int) -> Iterable[UInt8[Array, "h w 3"]]:
-    """Evenly spaced indices with the first and the last."""
+    """At most `columns` evenly spaced frames, including the first and the last."""
     return frames[np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)]
 
 

@@ -14,7 +14,8 @@ import jax
 
 from pirl.agents.agent import TrainState
 from pirl.errors import CheckpointError, EnvError, PirlError
-from pirl.parallel.distributed import DistributedError, Meeting, barrier
+from pirl.parallel.distributed import Meeting, barrier
+from pirl.parallel.failures import DistributedError
 from pirl.parallel.sharding import on_this_host
 from pirl.records import Rollout
 from pirl.rollout.collect import CollectionStoppedError, CollectStats, Job, collect

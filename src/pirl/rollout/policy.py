@@ -1,7 +1,7 @@
-"""A policy for environments: raw observations in, action chunks in the robot's units out.
+"""A policy for environments: raw observations in, action chunks in robot units out.
 
-Observations go through the same transform as training batches. One call of one compiled function serves all
-environments: the batch size is fixed and unused rows are computed anyway, which avoids recompilation.
+Observations go through the same transform as training batches. One jitted call serves all environments: the batch size
+is fixed and unused rows are padded, which avoids recompilation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from pirl.names import IMAGE, IMAGE_MASK
 from pirl.nested import flatten
 
 Act = Callable[[Any, Observation, Key[Array, "B"]], Float[Array, "B H A"] | Choice]
-"""An agent's `act` or `explore`: weights (a `TrainState`), observations, a key per row."""
+"""An agent's `act` or `explore`, called with a `TrainState`, observations and one key per row."""
 
 
 class Plan(NamedTuple):
-    """A planned chunk, and the policy's notes on how it was chosen."""
+    """A planned chunk and the policy's notes on how it was chosen."""
 
     chunk: Float[np.ndarray, "H A"]
-    """In the robot's units."""
+    """In robot units."""
     notes: Mapping[str, np.ndarray]
     """Arrays by name; empty for policies that do not explore."""
 
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 class ChunkPolicy:
     """Plans for up to `batch_size` environments at a time.
 
-    A plan's noise depends on the policy's key, the episode's number and the start step, not on timing or neighbours:
+    A plan's noise depends on the policy's key, the episode's number and the step, not on timing or batch neighbours, so
     episodes can be repeated and collected in any order.
     """
 
@@ -62,20 +62,20 @@ class ChunkPolicy:
         self._key = jax.random.key(0)
 
     def use(self, weights: Any, key: Key[Array, ""]) -> "ChunkPolicy":
-        """Use these weights and this key from now on, without a copy."""
+        """Set weights and key for later calls; holds a reference to the weights, not a copy."""
         self._weights, self._key = weights, key
         return self
 
     def plan(
         self, observations: Mapping[int, RawObservation], rows: Mapping[int, tuple[int, int]]
     ) -> dict[int, Float[np.ndarray, "H A"]]:
-        """A chunk for each slot; `rows` gives each slot's (number of the episode, step)."""
+        """A chunk per slot; `rows` maps each slot to (episode number, step)."""
         return {slot: plan.chunk for slot, plan in self.choose(observations, rows).items()}
 
     def choose(
         self, observations: Mapping[int, RawObservation], rows: Mapping[int, tuple[int, int]]
     ) -> dict[int, Plan]:
-        """`plan`, with what was noted."""
+        """Like `plan`, with the policy's notes."""
         if not observations:
             return {}
         slots = list(observations)
@@ -99,14 +99,17 @@ def _with_notes(found: Float[Array, "B H A"] | Choice) -> tuple[Float[Array, "B 
 
 
 def row_keys(key: Key[Array, ""], rows: Any) -> Key[Array, "B"]:
-    """One key per row, from the number of its episode and its step."""
+    """One key per row, from its (episode number, step)."""
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row[0]), row[1]))(rows)
 
 
 def model_inputs(
     transform: Transform, observations: Sequence[RawObservation], cameras: Sequence[str]
 ) -> tuple[Float[np.ndarray, "B S"], dict[str, Any]]:
-    """(the robot's states, OpenPI's model input) of several observations, with the pictures of `cameras` only."""
+    """(robot states, OpenPI's model inputs) of several observations, with the images of `cameras` only.
+
+    Images are fitted to the model's size without borders; the device adds the letterbox, as in training.
+    """
     raws = [flatten(raw) for raw in observations]
     robot = transform.robot
     states = np.stack([robot.find_state(raw) for raw in raws])
@@ -120,10 +123,7 @@ def model_inputs(
 
 
 def _find_cameras(transform: Transform, raw: Mapping[str, Any], cameras: Sequence[str]) -> dict[str, str]:
-    """Locate each camera slot's image; all environments of a pool are alike, so one suffices.
-
-    Images are fitted to the model's size; the device adds borders, as in training.
-    """
+    """The observation key of each camera slot's image."""
     pictures = [key for key, value in raw.items() if np.ndim(value) == 3]
     found = transform.robot.find_cameras(raw, pictures) if cameras else {}
     for slot in cameras:
@@ -139,7 +139,7 @@ def _find_cameras(transform: Transform, raw: Mapping[str, Any], cameras: Sequenc
 def replay_frames(
     transform: Transform, frames: Mapping[str, UInt8[np.ndarray, "T h w 3"]], cameras: Sequence[str], *, borders: bool
 ) -> dict[str, UInt8[np.ndarray, "T h2 w2 3"]]:
-    """An episode's images by camera slot, stored like a dataset's; `borders` adds the letterbox."""
+    """An episode's images by camera slot, fitted like a dataset's; `borders` adds the letterbox."""
     found = transform.robot.find_cameras(frames)
     fitted = {slot: np.stack([fit(image, transform.image_size) for image in frames[found[slot]]]) for slot in cameras}
     return {slot: pad(images, transform.image_size) if borders else images for slot, images in fitted.items()}

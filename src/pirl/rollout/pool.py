@@ -1,8 +1,8 @@
 """A pool of environments: slots that take a context, then one action chunk after another.
 
-A chunk is one message, whether environments run in this process (`LocalPool`), in workers (`rollout.workers`) or on
-other machines (`rollout.ray`). If an environment or its worker fails, the slot answers `Lost`: its episode is gone, and
-the slot is ready for the next context.
+A chunk is one message, whether environments run in this process (`LocalPool`), in worker processes (`rollout.workers`)
+or on other machines (`rollout.ray`). If an environment or its worker fails, the slot answers `Lost`: its episode is
+gone, and the slot can take the next context.
 """
 
 import time
@@ -21,11 +21,11 @@ from pirl.errors import EnvError
 from pirl.records import Array, Context
 
 Build = EnvConfig | Callable[[int], EnvBatch]
-"""What environments are made of: a configuration, or a function from their number to a batch of them. Where they run in
-other processes it is a function of a module, or a `functools.partial` of one: it is sent by its name."""
+"""How to make environments: a configuration, or a function from the number of environments to a batch. For other
+processes it must be picklable: a module-level function or a `functools.partial` of one."""
 
 Shapes = dict[str, tuple[int, ...]]
-"""The shapes that observations had so far, by key."""
+"""The shape of each observation key, fixed by the first observation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +33,23 @@ class Started:
     """A slot's answer to a context."""
 
     observation: RawObservation
-    """The first one, with pictures."""
+    """The first observation, with images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advanced:
-    """A slot's answer to a chunk: what happened until its end, or until the episode's."""
+    """A slot's answer to a chunk, executed to its end or to the end of the episode."""
 
     observations: Sequence[RawObservation]
-    """After each executed action; the last one has pictures, the others only if every picture is kept."""
+    """One per executed action; the last has images, the others only with `every_picture`."""
     rewards: Float32[Array, "k"]
-    """Reward of each executed action."""
+    """One per executed action."""
     terminated: bool
-    """The last action ended the task."""
+    """Whether the last action ended the task."""
     truncated: bool
-    """Time was over with the last action."""
+    """Whether the last action reached the time limit."""
     success: bool
-    """The episode has succeeded."""
+    """Whether the episode has succeeded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Lost:
     """A slot's answer when its episode is gone."""
 
     reason: str
-    """In words for the log."""
+    """The cause, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class EnvPool(Protocol):
         """Execute a chunk in each of the slots, stopping where an episode ends."""
 
     def close(self) -> None:
-        """End all workers."""
+        """Close the environments and end all workers."""
 
     def __enter__(self) -> "EnvPool": ...
 
@@ -101,7 +101,7 @@ class EnvPool(Protocol):
 
 
 def start_episodes(batch: EnvBatch, contexts: Mapping[int, Context], shapes: Shapes) -> dict[int, Started | Lost]:
-    """`EnvPool.start` for environments in this process. A slot that fails does not touch the others."""
+    """`EnvPool.start` for environments in this process. Slots fail independently."""
     answers: dict[int, Started | Lost] = {}
     for slot, context in contexts.items():
         try:
@@ -158,8 +158,8 @@ def execute_chunks(
 def _act(
     batch: EnvBatch, slots: Sequence[int], actions: Mapping[int, Array]
 ) -> dict[int, tuple[float, bool, bool, bool] | Lost]:
-    """One action in each slot. Environments that are stepped one after the other also fail one by one; a vectorised
-    batch fails as a whole, since nobody knows which of its slots have acted.
+    """One action in each slot. Separate environments fail independently; a vectorised batch fails as a whole, because
+    it is unknown which of its slots have acted.
     """
     found: dict[int, tuple[float, bool, bool, bool] | Lost] = {}
     for group in [[slot] for slot in slots] if isinstance(batch, SeparateEnvs) else [slots] if slots else []:
@@ -178,7 +178,7 @@ def _act(
 
 
 def _look(batch: EnvBatch, slots: Sequence[int], shapes: Shapes, *, pictures: bool) -> dict[int, RawObservation | Lost]:
-    """The observation of each slot, or why it cannot be used."""
+    """Each slot's observation, or `Lost` if it fails or is invalid. A failing batch is retried slot by slot."""
     if not slots:
         return {}
     try:
@@ -191,7 +191,7 @@ def _look(batch: EnvBatch, slots: Sequence[int], shapes: Shapes, *, pictures: bo
 
 
 def _checked(observation: RawObservation, shapes: Shapes) -> RawObservation | Lost:
-    """Check that an observation is finite and stacks with earlier ones."""
+    """The observation if it is finite and has the shapes of earlier ones, else `Lost`."""
     for key, value in observation.items():
         array = np.asarray(value)
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
@@ -213,7 +213,7 @@ class Pool:
     waited = 0.0
     """Seconds spent in the environments, or waiting for them."""
     restarts = 0
-    """Workers that had to be replaced."""
+    """Number of replaced workers."""
 
     def start(self, contexts: Mapping[int, Context]) -> dict[int, Started | Lost]:
         """Begin an episode in each of the slots."""
@@ -233,7 +233,7 @@ class Pool:
         raise NotImplementedError(f"{type(self).__name__}._answers")
 
     def close(self) -> None:
-        """Free what the environments hold."""
+        """Close the environments."""
 
     def __enter__(self) -> "Pool":
         return self
@@ -243,7 +243,7 @@ class Pool:
 
 
 class LocalPool(Pool):
-    """Environments in this process, stepped in turn."""
+    """Environments in this process, stepped one after another."""
 
     def __init__(self, build: Build, size: int) -> None:
         self.size = size
@@ -256,5 +256,5 @@ class LocalPool(Pool):
         return answer(self._batch, requests, self._shapes, **options)
 
     def close(self) -> None:
-        """Free what the simulators hold."""
+        """Close the simulators."""
         self._batch.close()

@@ -16,7 +16,7 @@ from pirl.rollout.pool import Build
 from pirl.rollout.remote import ONE_THREAD, START_TIMEOUT, Host, RemotePool, WorkerLostError
 
 _SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anybody
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, Ray would install packages on every machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # GPUs stay visible, as simulators may render on them
 }
@@ -24,8 +24,8 @@ _SETTINGS = {
 
 
 class RayPool(RemotePool):
-    """Environments in `num_workers` actors. One that dies (also with its machine), hangs longer than `timeout` seconds
-    or does not start within `start_timeout` is replaced; its slots answer `Lost`.
+    """Environments in `num_workers` actors. An actor that dies (with or without its machine), hangs longer than
+    `timeout` seconds or does not start within `start_timeout` is replaced; its slots answer `Lost`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RayPool(RemotePool):
 
 
 def _running_ray() -> Any:
-    """The module `ray`, initialised. It is left running: others may use it, and it ends with this process."""
+    """The module `ray`, initialised. It keeps running, because others may use it, and ends with this process."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -67,21 +67,21 @@ class ActorHost(Host):
 
 
 class RayWorker:
-    """An actor with environments."""
+    """A worker that is a Ray actor."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        # One CPU each, spread over the machines. Ray must not restart an actor by itself: its episodes would be gone
-        # without anybody being told.
+        # One CPU each, spread over the machines. Ray must not restart an actor itself: the pool would not notice that
+        # its episodes are lost.
         options = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
         self._actor = ray.remote(**options)(ActorHost).remote(sys.path)
 
     def send(self, request: bytes) -> None:
-        """Hand over a request."""
+        """Send a request without waiting."""
         self._pending = self._actor.answer.remote(request)
 
     def receive(self, timeout: float) -> bytes:
-        """The answer, or what happened to the actor."""
+        """The answer; raises WorkerLostError with the cause if the actor is gone."""
         try:
             answer: bytes = self._ray.get(self._pending, timeout=timeout)
             return answer
@@ -89,13 +89,13 @@ class RayWorker:
             total, free = self._ray.cluster_resources(), self._ray.available_resources()
             cpus = f"{total.get('CPU', 0):g} CPUs, of which {free.get('CPU', 0):g} are free"
             raise TimeoutError(f"(the Ray cluster has {cpus})") from None
-        except self._ray.exceptions.RayError as error:  # the actor, its machine or the way to it is gone
-            # Ray appends a list of addresses, indented, and a page of guesses.
+        except self._ray.exceptions.RayError as error:  # the actor, its machine or the connection is gone
+            # Drop Ray's indented address list and its page of possible causes.
             lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
             reason = " ".join(lines).split(" Some common causes")[0]
             raise WorkerLostError(f"its Ray actor is gone: {type(error).__name__}: {reason}") from None
 
     def kill(self) -> None:
-        """End the actor, whatever it is doing."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # where Ray has ended, so has the actor
+        """Kill the actor, even if it hangs."""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # if Ray has ended, so has the actor
             self._ray.kill(self._actor, no_restart=True)

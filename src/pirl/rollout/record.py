@@ -1,8 +1,8 @@
 """Writes rollouts of a policy or expert as a LeRobot dataset for training.
 
 Columns are those that `data.robots` and `data.outcomes` read: reading the dataset back gives the same states, actions,
-rewards, ends and success. Small images are stored as PNG, larger ones as video: video codecs are not made for 24
-pixels, and SVT-AV1 takes none below 64.
+rewards, ends and success. Small images are stored as PNG, larger ones as video, because SVT-AV1 takes no side below 64
+pixels.
 """
 
 import time
@@ -44,23 +44,23 @@ from pirl.rollout.pool import EnvInfo
 SMALLEST_VIDEO = 64
 """Images with a shorter or an odd side are stored as PNG."""
 BLOCK = 16
-"""Episodes per expert batch, which are in memory together."""
+"""Episodes per expert batch; a batch is in memory at once."""
 _SAVE_SECONDS = 30.0
-"""Seconds between saves. Encoded episodes are saved together, which is cheaper for short ones."""
+"""Seconds between saves; saving several short episodes together is cheaper."""
 
 Existing = Literal["append", "refuse", "overwrite"]
 
 
 class RolloutRecorder:
-    """Adds rollouts to a dataset, new or existing. Use as a context manager: what is added last is saved at its end.
+    """Adds rollouts to a new or existing dataset. Use as a context manager: its exit saves pending episodes.
 
-    Success counts as an end of the task: an episode that succeeds without being terminated is read back as terminated.
+    Success ends the task: an episode that succeeds without being terminated is read back as terminated.
     """
 
     def __init__(
         self, root: Path | str, *, info: EnvInfo, robot: Robot | None = None, existing: Existing = "refuse"
     ) -> None:
-        """`info` says how fast the environment is and whose it is; a robot without a name is given as `robot`."""
+        """`info` gives the frame rate and the robot's name; pass `robot` for a robot that is not registered."""
         self.root = Path(root).expanduser()
         self.robot = get_robot(info.robot) if robot is None else robot
         self.saved = 0
@@ -76,7 +76,7 @@ class RolloutRecorder:
             )
 
     def add(self, rollout: Rollout) -> None:
-        """Add an episode; it is saved with others or on close."""
+        """Add an episode; it is saved with later ones, at the latest on close."""
         columns = columns_of(rollout, self.robot)
         if self._writer is None:
             self._writer = LeRobotWriter(
@@ -94,7 +94,7 @@ class RolloutRecorder:
             self.save()
 
     def save(self) -> None:
-        """Write all pending episodes, all or none."""
+        """Write all pending episodes atomically: all or none."""
         waiting, self._waiting = self._waiting, 0
         if self._writer is not None:
             self._writer.save()
@@ -113,11 +113,11 @@ class RolloutRecorder:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()  # also after an error: every episode that was added is whole
+        self.close()  # also after an error: all added episodes are complete
 
 
 def num_recorded(root: Path | str) -> int:
-    """Episodes in a dataset's folder; 0 where there is none."""
+    """Number of episodes in a dataset folder; 0 if it does not exist."""
     folder = Path(root).expanduser()
     file = folder / INFO_FILE
     try:
@@ -127,7 +127,7 @@ def num_recorded(root: Path | str) -> int:
 
 
 def columns_of(rollout: Rollout, robot: Robot) -> dict[str, Array]:
-    """The dataset's columns for one rollout, a row per step."""
+    """The dataset's columns for one rollout, one row per step."""
     episode, where = rollout.episode, f"episode {rollout.number} ({rollout.context.task!r})"
     if episode.success is None:
         raise DataError(f"{where} does not say whether it succeeded", hint="set its success to True or False")
@@ -149,7 +149,7 @@ def columns_of(rollout: Rollout, robot: Robot) -> dict[str, Array]:
 
 
 def feature_name(robot: Robot, key: str) -> str:
-    """The dataset column of an environment's image, under which the robot finds it."""
+    """The dataset column for an environment's image: a name under which the robot looks for that camera."""
     usual = f"{LEROBOT_IMAGES}.{key.rpartition('/')[2]}"
     names = next((names for names in robot.cameras.values() if key in names), (usual,))
     stored = [name for name in names if name.startswith(f"{LEROBOT_IMAGES}.")]
@@ -176,9 +176,9 @@ def _feature(column: Array) -> dict[str, Any]:
 
 
 def recording_contexts(info: EnvInfo, count: int, split: Split, *, first: int = 0) -> list[Context]:
-    """Contexts of episodes `first`, `first` + 1, ... of a recording: tasks in turn, new states while there are any."""
+    """Contexts of episodes `first`, `first` + 1, ...: tasks in turn, and new initial states while there are any."""
     fixed = fixed_contexts(info, first + count, split)
-    if info.num_inits is None:  # an evaluation starts all tasks alike; data may as well see more
+    if info.num_inits is None:  # evaluations share initial states among tasks; data gain from more states
         inits = [context.init for context in fixed_contexts(info, first + count, split, tasks=info.tasks[:1])]
         fixed = [Context(context.task, init) for context, init in zip(fixed, inits, strict=True)]
     return fixed[first:]
@@ -188,7 +188,7 @@ def expert_rollouts(
     env: EnvConfig, contexts: Sequence[Context], *, dials: Any, seed: int, processes: int = 1
 ) -> Iterator[Rollout]:
     """Rollouts of the environment's scripted expert from each context; deterministic, on any number of processes."""
-    _expert(env)  # an unknown one is an error here, not in a process
+    _expert(env)  # raise for an unknown expert here, not in a worker
     firsts = range(0, len(contexts), BLOCK)
     blocks = ((env, contexts[first : first + BLOCK], dials, seed, first) for first in firsts)
     if processes == 1:
@@ -200,7 +200,7 @@ def expert_rollouts(
     try:
         for block in blocks:
             running.append(pool.submit(_block, *block))
-            if len(running) > processes:  # one more than run, so that memory stays bounded
+            if len(running) > processes:  # one block queued beyond those running, to bound memory
                 yield from running.popleft().result()
         while running:
             yield from running.popleft().result()
@@ -209,8 +209,8 @@ def expert_rollouts(
 
 
 def _block(env: EnvConfig, contexts: Sequence[Context], dials: Any, seed: int, first: int) -> list[Rollout]:
-    """One expert batch, the first of whose episodes has the number `first`."""
-    # An expert counts its episodes from 0: without a seed of its own every block would make the same choices.
+    """One expert batch, numbered from `first`."""
+    # The expert numbers its episodes from 0, so each block needs its own seed or all would make the same choices.
     own = int(np.random.SeedSequence((seed, first)).generate_state(1)[0])
     rollouts = _expert(env).demonstrate(env, contexts, dials=dials, seed=own)
     return [replace(rollout, number=first + rollout.number) for rollout in rollouts]
@@ -223,9 +223,9 @@ def _end_with_parent() -> None:
 
 
 def parse_dials(env: EnvConfig, words: Sequence[str]) -> Any:
-    """`KEY=VALUE` words as the settings of the environment's expert; those not named are at their defaults.
+    """Parse `KEY=VALUE` words into the settings of the environment's expert; the rest keep their defaults.
 
-    None, for the expert's own choice, where there are no words.
+    Without words None: the expert's own choice.
     """
     hint = get_type_hints(_expert(env).demonstrate)["dials"]
     kind = next(option for option in get_args(hint) if isinstance(option, type) and is_dataclass(option))

@@ -25,8 +25,8 @@ from pirl.rollout.pool import Build, EnvInfo, LocalPool, Lost, Pool
 
 _THREADS = "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS LP_NUM_THREADS"
 ONE_THREAD = dict.fromkeys(_THREADS.split(), "1")
-"""Environment variables of a worker. There is one worker per core; threads inside it, of NumPy or of Mesa's renderer
-(`LP_`), would only compete."""
+"""Environment variables of a worker. With one worker per core, threads of NumPy or Mesa's renderer (`LP_`) inside it
+would only compete."""
 
 START_TIMEOUT = 180.0
 """Seconds for a worker to import its simulator and build its environments."""
@@ -54,17 +54,17 @@ class Failure:
     """A worker's error answer. Text only, because exceptions may not unpickle."""
 
     kind: str
-    """Name of the exception."""
+    """Name of the exception class."""
     message: str
     """Its message."""
     hint: str
-    """The hint of pirl's own errors."""
+    """Its hint, for pirl's own errors, else empty."""
     traceback: str
-    """Where it was raised."""
+    """Its formatted traceback."""
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """The words of an exception."""
+        """Describe an exception."""
         return cls(
             kind=type(error).__name__,
             message=error.message if isinstance(error, PirlError) else str(error),
@@ -73,22 +73,22 @@ class Failure:
         )
 
     def throw(self) -> None:
-        """Raise it again: pirl's errors unchanged, all others as the loss of the worker."""
+        """Raise it again: pirl's errors as themselves, others as WorkerLostError."""
         found = getattr(errors, self.kind, None)
         if isinstance(found, type) and issubclass(found, PirlError):
             error = found.__new__(found)
-            PirlError.__init__(error, self.message, hint=self.hint)  # subclasses word their message themselves
+            PirlError.__init__(error, self.message, hint=self.hint)  # subclasses take other arguments
             raise error
         raise WorkerLostError(f"its worker raised {self.kind}: {self.message}", self.traceback)
 
 
 class Host:
-    """Runs inside a worker."""
+    """Runs inside a worker and serves its environments."""
 
     _pool: LocalPool
 
     def answer(self, request: bytes) -> bytes:
-        """Do what is asked: `open` first, then methods of `LocalPool`."""
+        """Execute a pickled request (`open` first, then methods of `LocalPool`); returns the pickled result."""
         try:
             verb, args, options = pickle.loads(request)
             if verb == "open":
@@ -103,7 +103,7 @@ class Host:
 
 @runtime_checkable
 class Worker(Protocol):
-    """A `Host` somewhere. It starts in the background when it is made."""
+    """A handle on a `Host` elsewhere, which starts in the background when the handle is made."""
 
     def send(self, request: bytes) -> None:
         """Send a request without waiting; `receive` reports whether it arrived."""
@@ -112,7 +112,7 @@ class Worker(Protocol):
         """The answer; raises `WorkerLostError` with the cause, or `TimeoutError`."""
 
     def kill(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill it, even if it hangs."""
 
 
 def _request(verb: str, *args: Any, **options: Any) -> bytes:
@@ -120,7 +120,7 @@ def _request(verb: str, *args: Any, **options: Any) -> bytes:
 
 
 class _Seat:
-    """The place of one worker and its successors."""
+    """Manages one worker and its replacements."""
 
     def __init__(self, launch: Callable[[], Worker], opening: bytes, timeout: float, start_timeout: float) -> None:
         self.restarts = 0
@@ -142,7 +142,7 @@ class _Seat:
         self._busy = True
 
     def _receive(self, timeout: float, notice: float = math.inf) -> Any:
-        # The time counts from the request on, as others were awaited before; a moment is left to fetch the answer.
+        # Time counts from the request, since other workers were awaited first; leave a moment to fetch the answer.
         left = max(self._asked + timeout - time.monotonic(), min(timeout, 1.0))
         try:
             answer = pickle.loads(self._wait(left, notice))
@@ -177,7 +177,7 @@ class _Seat:
         self._open()
 
     def await_ready(self) -> EnvInfo:
-        """Wait until the worker has its environments, replacing it if it fails; return their facts."""
+        """Wait until the worker has made its environments, replacing it if it fails; returns their facts."""
         failures = 0
         while not self.ready:
             try:
@@ -195,8 +195,8 @@ class _Seat:
         return self._info
 
     def ask(self, verb: str, requests: Mapping[int, Any], **options: Any) -> dict[int, Lost]:
-        """Forward the request, except for slots whose episode is lost."""
-        if self.ready and self._busy:  # somebody was interrupted while waiting for the answer
+        """Send a request to the worker, and return `Lost` for slots whose episode is gone."""
+        if self.ready and self._busy:  # an earlier call was interrupted before it received the answer
             self._replace("the answer of its worker was not awaited")
         self.await_ready()
         if verb == "start":
@@ -207,7 +207,7 @@ class _Seat:
         return {slot: Lost(reason=self._why_lost) for slot in requests if slot not in possible}
 
     def answers(self, slots: Mapping[int, Any]) -> dict[int, Any]:
-        """The answers for these slots."""
+        """Receive the answers for these slots; all are `Lost` if the worker failed."""
         if not self._busy:
             return {}
         try:
@@ -225,7 +225,7 @@ class _Seat:
             self._worker.kill()
 
     def close(self) -> None:
-        """End the worker."""
+        """Wait briefly for the worker to close its environments, then kill it."""
         if self.ready and self._busy:
             with contextlib.suppress(WorkerLostError, PirlError):
                 self._receive(CLOSE_TIMEOUT)
@@ -233,7 +233,7 @@ class _Seat:
 
 
 class RemotePool(Pool):
-    """An `EnvPool` over workers. Slot s lives in worker s % num_workers."""
+    """An `EnvPool` over remote workers. Slot s lives in worker s % num_workers."""
 
     def __init__(
         self, build: Build, *, size: int, num_workers: int, timeout: float, start_timeout: float = START_TIMEOUT

@@ -17,20 +17,20 @@ from pirl.rollout.policy import ChunkPolicy, model_inputs, replay_frames
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRows:
-    """Observation, plan, number of executed steps, and the algorithm's values for the rollout."""
+    """Training rows, one per plan: observation, plan, executed steps and the algorithm's per-rollout values."""
 
     images: Mapping[str, Array]
-    """Pictures by camera slot, as the policy saw them."""
+    """Images by camera slot, as the policy saw them."""
     inputs: Mapping[str, Array]
-    """Normalised state and the prompt's tokens, as the model takes them."""
+    """The model's other inputs: normalised state and prompt tokens."""
     actions: Float32[Array, "n H A"]
     """The planned chunks, normalised."""
     executed: Float32[Array, "n H"]
-    """1 where a step of the plan was executed."""
+    """1 where a step of the plan was executed, else 0."""
     columns: Mapping[str, Float32[Array, "n"]]
-    """Numbers of the row's rollout, such as its advantage, and those that are the same for every row."""
+    """The algorithm's values per row, such as the advantage of its rollout, and constants."""
     weight: Float32[Array, "n"]
-    """How much each row counts, 1 on average."""
+    """Loss weight of each row, 1 on average."""
     notes: Mapping[str, Array] = field(default_factory=dict)
     """The policy's notes on each plan."""
 
@@ -38,7 +38,7 @@ class PlanRows:
         return len(self.executed)
 
     def batch(self, rows: Int[Array, "B"], weight: Float32[Array, "B"], *, fresh: bool) -> dict[str, Any]:
-        """A minibatch; rows of weight 0 fill it up. `fresh` marks the first one of an iteration."""
+        """A minibatch; rows of weight 0 are padding. `fresh` marks the first minibatch of an iteration."""
         size = len(rows)
         return {
             "observations": {
@@ -66,16 +66,16 @@ def plan_rows(
     of_plans: Mapping[str, Sequence[Float[Array, "_"]]] = MappingProxyType({}),
     notes: Collection[str] = (),
 ) -> PlanRows:
-    """The rows of all rollouts, one after the other; each of a rollout's rows gets its numbers in `columns`, and its
-    own of `of_plans`. `notes` are those that the rows keep.
+    """The rows of all rollouts in order. `columns` has one value per rollout, `of_plans` one per plan, `constants` one
+    for all rows; `notes` names the notes to keep.
 
-    Every row counts the same; with `even` every rollout does.
+    All rows have weight 1; with `even` all rollouts have the same total weight.
     """
     states, plans, executed, prompts, counts = [], [], [], [], []
     images: dict[str, list[Array]] = {slot: [] for slot in cameras}
     for rollout in rollouts:
         episode, starts = rollout.episode, rollout.starts
-        assert episode.intended is not None  # rollouts of a policy always have its plans
+        assert episode.intended is not None  # a policy's rollouts always hold its plans
         ends = np.append(starts[1:], len(episode))
         states.append(episode.state[starts])
         plans.append(episode.intended[starts])
@@ -103,7 +103,7 @@ def plan_rows(
 
 
 def _weights(counts: Int[Array, "r"], *, even: bool) -> Float32[Array, "n"]:
-    """1 for each row; or, over the rows of a rollout, a sum that is the same for each rollout."""
+    """Row weights: all 1, or with `even` the same sum over each rollout's rows; the mean is 1 either way."""
     share = counts.mean() / counts if even else np.ones(len(counts))
     return np.repeat(share, counts).astype(np.float32)
 
@@ -115,7 +115,7 @@ def first_rows(
     columns: Sequence[str],
     notes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> PlanRows:
-    """One row of the right shapes: an observation, a chunk of zeros, ones in the columns, and notes of zeros."""
+    """One dummy row with the right shapes: a real observation, a zero chunk, ones in the columns and zero notes."""
     transform = policy.transform
     states, inputs = model_inputs(transform, [observation], policy.cameras)
     plan = np.zeros((1, horizon, transform.robot.action_dim), np.float32)
@@ -135,8 +135,8 @@ def minibatches(
 ) -> list[tuple[Int[Array, "B"], Float32[Array, "B"]]]:
     """One pass over `count` rows in random order, as (rows, weights).
 
-    What does not fill a batch is left out, another part in each pass. Where there is less than one batch it is filled
-    up with rows of weight 0; less than a quarter of one is too little to make a step on.
+    An incomplete last batch is dropped (other rows in each pass). Fewer rows than one batch are padded with rows of
+    weight 0; fewer than a quarter of a batch are too few for an update and give none.
     """
     order = rng.permutation(count)
     full = count // batch_size

@@ -1,7 +1,7 @@
 """Environments in other processes of this machine.
 
-A worker is a fresh interpreter. A fork would break JAX's threads; `multiprocessing`'s spawn imports the main script
-again, jax included, and recurses if the script has no guard.
+A worker is a fresh interpreter: fork would break JAX's threads, and `multiprocessing`'s spawn imports the main script
+again (jax included) and recurses if the script has no `__main__` guard.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from pirl.processes import end_with_parent
 from pirl.rollout.remote import ONE_THREAD, Host, RemotePool, WorkerLostError
 
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from pirl.rollout.workers import serve; serve(int(sys.argv[1]))"
-"""Code of the new interpreter, with this one's module path."""
+"""Code for the new interpreter: takes over this one's `sys.path`, then serves."""
 
 
 class ProcessPool(RemotePool):
-    """Environments in `num_workers` processes. One that dies, hangs longer than `timeout` seconds or does not start
-    within `start_timeout` is replaced; its slots answer `Lost`.
+    """Environments in `num_workers` processes. A process that dies, hangs longer than `timeout` seconds or does not
+    start within `start_timeout` is replaced; its slots answer `Lost`.
     """
 
     def _launch(self) -> "ProcessWorker":
@@ -38,10 +38,10 @@ class ProcessWorker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a simulator prints is no result of ours
+                stdout=2,  # a simulator's output must not mix with results on stdout
                 env=os.environ | ONE_THREAD,
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # a Ctrl-C in the terminal is for us; and what the worker started ends with it
+                process_group=0,  # Ctrl-C reaches only the parent, and the group's children die together
             )
 
     def send(self, request: bytes) -> None:
@@ -50,7 +50,7 @@ class ProcessWorker:
             self._connection.send_bytes(request)
 
     def receive(self, timeout: float) -> bytes:
-        """The answer, or what happened to the process."""
+        """The answer; raises WorkerLostError with the cause if the process is gone."""
         try:
             if self._connection.poll(timeout):
                 return self._connection.recv_bytes()
@@ -64,7 +64,7 @@ class ProcessWorker:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: it goes when it can
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver call; it dies when that returns
                 self._process.wait(5)
         self._connection.close()
 
@@ -83,7 +83,7 @@ def serve(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     faulthandler.enable()
     os.set_inheritable(handle, False)
-    end_with_parent(handle)  # which a hanging simulator would not notice
+    end_with_parent(handle)  # from a thread: a hanging simulator would not notice
     host = Host()
     with Connection(handle) as connection, contextlib.suppress(EOFError, OSError):
         while True:

@@ -13,7 +13,7 @@ from pirl.serve.config import ServeConfig
 
 
 def limited_sockets(most: int, refused: Callable[[], None]) -> type[ServerConnection]:
-    """Connections of which at most so many are open at once, also half-open ones; `refused` counts the others."""
+    """A connection class that limits open sockets to `most`, including half-open ones; `refused` counts the rest."""
     number = 0
 
     class Connection(ServerConnection):
@@ -34,7 +34,7 @@ def limited_sockets(most: int, refused: Callable[[], None]) -> type[ServerConnec
 
 
 def has_key(request: Request, api_key: str | None) -> bool:
-    """Whether the request has the key, if one is needed. Takes as long for a wrong key as for the right one."""
+    """Whether the request has the API key, if one is required. Compares in constant time."""
     if api_key is None:
         return True
     given = request.headers.get_all("Authorization")
@@ -44,13 +44,13 @@ def has_key(request: Request, api_key: str | None) -> bool:
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """The server's certificate, where it has one."""
+    """The TLS context with the server's certificate; None without one."""
     if config.tls_cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise ConfigError(
             f"the certificate {config.tls_cert} cannot be used: {error}", hint="PEM files, without a pass phrase"
         ) from error

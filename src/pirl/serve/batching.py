@@ -19,12 +19,12 @@ class _Waiting:
     since: float
 
     def shares(self, other: "_Waiting") -> bool:
-        """One program can serve both."""
+        """Whether both fit into one batch: same planner, and both or neither continue a chunk."""
         return self.planner is other.planner and (self.row.before is None) == (other.row.before is None)
 
 
 class Batcher:
-    """Hands rows to the device, in batches of what waits."""
+    """Batches waiting rows for the device."""
 
     def __init__(self, *, max_batch: int, window: float, expected: Callable[[], int], metrics: Metrics) -> None:
         """`expected`: most simultaneous requests; once this many wait, the batch starts at once."""
@@ -70,7 +70,7 @@ class Batcher:
             self._device.shutdown(wait=False)
 
     async def _gather(self) -> None:
-        """Until there is a batch worth planning."""
+        """Wait until a batch is full, no more requests are expected, or the oldest waited for `window`."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -86,7 +86,7 @@ class Batcher:
                 return
 
     def _take(self) -> list[_Waiting]:
-        """The oldest request and those that can share its batch; the others stay. Clients that left are dropped."""
+        """Remove and return the oldest request and those that can share its batch; drops those of gone clients."""
         self._waiting = [one for one in self._waiting if not one.answer.done()]
         if not self._waiting:
             return []
@@ -96,7 +96,7 @@ class Batcher:
 
 
 def _tell(answer: asyncio.Future[tuple[PlannedChunk, float]], found: tuple[PlannedChunk, float] | Exception) -> None:
-    if answer.done():  # its client has left
+    if answer.done():  # the client is gone
         return
     if isinstance(found, Exception):
         answer.set_exception(found)

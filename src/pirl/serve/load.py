@@ -22,7 +22,7 @@ def loader(
     default_prompt: str | None = None,
     novelty: NoveltyConfig | None = None,
 ) -> Load:
-    """A function that loads the checkpoint as it is when called: a run folder's latest step may be another by then."""
+    """A function that loads the checkpoint at `location`, resolved at every call: a run's latest step may change."""
 
     def load(replaced: Planner | None) -> Planner:
         found = find_checkpoint(location, best=best, config=recipe)

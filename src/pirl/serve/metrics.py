@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Int
 
 STAGES = ("prepare", "wait", "plan", "send", "total")
-"""Unpack and transform the observation; wait for the device and for company in the batch; run the model; pack and send
-the reply; from the request's last byte to the reply's."""
+"""prepare: unpack and transform the observation. wait: for the device and for other requests of the batch. plan: run
+the model. send: pack and send the reply. total: from the request's last byte to the reply's."""
 KEPT = 10_000
-"""Latest requests of which every time is kept."""
+"""Number of latest requests whose times are kept for percentiles."""
 NOVELTY_BOUNDS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -31,7 +31,7 @@ _HELP = {
 
 
 class Metrics:
-    """Counters and times; safe to use from any thread."""
+    """Thread-safe counters and latency histograms."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,31 +43,31 @@ class Metrics:
         self._novelty_sum = 0.0
 
     def count(self, name: str, label: str = "", value: str = "") -> None:
-        """One more of these."""
+        """Increment a counter."""
         with self._lock:
             self._counts[name, label, value] += 1
 
     def counted(self, name: str, value: str = "") -> int:
-        """How many so far; of all values if none is named."""
+        """A counter's value, by default summed over all label values."""
         with self._lock:
             return sum(n for (found, _, of), n in self._counts.items() if found == name and value in ("", of))
 
     def took(self, stage: str, seconds: float) -> None:
-        """A stage of one request."""
+        """Record the duration of a stage of one request."""
         with self._lock:
             self._times[stage].append(seconds)
             self._sums[stage] += seconds
             self._buckets[stage][int(np.searchsorted(BOUNDS, seconds))] += 1
 
     def novel(self, score: float) -> None:
-        """How far an observation was from the training data."""
+        """Record an observation's novelty."""
         with self._lock:
             self._novelty_sum += score
             self._novelty[int(np.searchsorted(NOVELTY_BOUNDS, score))] += 1
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """A stage, from begin to end."""
+        """Time the block as a stage."""
         start = perf_counter()
         yield
         self.took(stage, perf_counter() - start)
@@ -86,7 +86,7 @@ class Metrics:
         return "\n".join(lines)
 
     def prometheus(self, *, open_connections: int, policy: str) -> str:
-        """Everything, in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         lines: list[str] = []
         with self._lock:
             for name in sorted(_HELP):

@@ -1,14 +1,14 @@
-"""Has the policy seen anything like this in training? The distance of its prefix features to those of the data.
+"""Novelty: the distance of an observation's prefix features from those of the training data.
 
     z(x) = Vᵀ((x - mean)/std)/√λ          the K largest principal components, whitened
     novelty(x) = min_i ‖z(x) - z_i‖ / limit
 
-The z_i are some thousand frames of the training data. `limit` is a quantile over episodes, of the largest distance in
-each to a fit without it: 1 is as far as the most distant frame of one in twenty episodes that are like the data. Of the
-densities and distances tried, this one tells unseen conditions apart best (docs/serving.md).
+The z_i are some thousand frames of the training data. For each episode, take its largest distance to a fit without it;
+`limit` is the 95 % quantile of these over episodes. So one in twenty episodes like the data has a frame with novelty
+above 1. Of the densities and distances tried, this one separates unseen conditions best (docs/serving.md).
 
-The file is NumPy's .npz without pickled objects. It holds the checksum of the weights it was made with, and is refused
-with others: their features mean something else.
+The file is an .npz without pickled objects. It contains the checksum of its checkpoint's weights and is refused with
+other weights, whose features differ.
 """
 
 import hashlib
@@ -32,28 +32,28 @@ from pirl.training.features import Features
 FILE = "extra/novelty.npz"
 """Its file in the checkpoint's folder."""
 COMPONENTS, KEPT, FOLDS, QUANTILE = 64, 4096, 5, 0.95
-"""K; frames that are kept; parts that the episodes are dealt out to; the share of episodes within the limit."""
+"""K; number of stored frames; cross-validation folds of episodes; share of episodes within the limit."""
 LEAST = 20
-"""Episodes below which there is no such quantile."""
+"""Fewest episodes for that quantile."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Novelty:
-    """The data as one checkpoint sees them."""
+    """The training data in one checkpoint's feature space."""
 
     mean: Float[np.ndarray, "D"]
     """Mean of the features."""
     directions: Float[np.ndarray, "D K"]
-    """From centred features to whitened components."""
+    """Projection from centred features to whitened components."""
     rows: Float[np.ndarray, "N K"]
-    """Components of the frames that are kept."""
+    """Components of the stored frames."""
     limit: float
-    """Distance that counts as 1."""
+    """Distance of novelty 1."""
     weights: str
     """Checksum of the checkpoint's weights and statistics."""
 
     def of(self, features: Float[np.ndarray, "B D"]) -> Float[np.ndarray, "B"]:
-        """How far each row is from the nearest frame, in limits."""
+        """Novelty of each row: its distance to the nearest frame, in units of `limit`."""
         return nearest((features - self.mean) @ self.directions, self.rows, self._squares) / self.limit
 
     @cached_property
@@ -61,20 +61,20 @@ class Novelty:
         return (self.rows * self.rows).sum(1)
 
     def save(self, file: Path) -> None:
-        """As one file."""
+        """Write one .npz file."""
         write_arrays(file, {name: np.asarray(value) for name, value in asdict(self).items()})
 
 
 def nearest(
     z: Float[np.ndarray, "B K"], rows: Float[np.ndarray, "N K"], squares: Float[np.ndarray, "N"]
 ) -> Float[np.ndarray, "B"]:
-    """Distance of each point to the nearest of the rows, whose squared lengths are known."""
+    """Distance of each point to the nearest of `rows`; `squares` are the rows' squared norms."""
     rest = (squares - 2 * z @ rows.T).min(axis=1)
     return np.sqrt(np.maximum((z * z).sum(1) + rest, 0))
 
 
 def fit(features: Float[np.ndarray, "N D"], episode: Int[np.ndarray, "N"], *, weights: str) -> Novelty:
-    """From the features of frames and the number of each one's episode."""
+    """Fit to the features of frames, given each frame's episode number."""
     numbers = np.unique(episode)
     if len(numbers) < LEAST:
         raise DataError(f"{len(numbers)} episodes tell little about novelty", hint=f"at least {LEAST}")
@@ -95,10 +95,10 @@ def fit(features: Float[np.ndarray, "N D"], episode: Int[np.ndarray, "N"], *, we
 def frames(
     features: Float[np.ndarray, "N D"],
 ) -> tuple[Float[np.ndarray, "D"], Float[np.ndarray, "D K"], Float[np.ndarray, "R K"]]:
-    """(mean, directions, the frames that are kept)."""
+    """(mean, directions, stored rows)."""
     known = features.astype(np.float64)
     mean, std = known.mean(0), known.std(0)
-    std = np.where(std > 1e-6 * std.max(), std, np.inf)  # a constant says nothing
+    std = np.where(std > 1e-6 * std.max(), std, np.inf)  # drop constant features
     scaled = (known - mean) / std
     strength, axes = np.linalg.eigh(scaled.T @ scaled / len(scaled))
     strength, axes = strength[::-1][:COMPONENTS], axes[:, ::-1][:, :COMPONENTS]
@@ -108,7 +108,7 @@ def frames(
 
 
 def fit_dataset(acting: Acting, dataset: str, *, stride: int | None = None, episodes: int | None = None) -> Novelty:
-    """From every `stride`-th frame of a recorded dataset; by default from about as many as are kept."""
+    """Fit to every `stride`-th frame of a recorded dataset; by default to about `KEPT` frames."""
     features = Features(acting)
     recorded = Recorded(features.transform.robot, dataset, size=features.transform.image_size[0])
     used = recorded.meta.episodes[:episodes]
@@ -124,17 +124,17 @@ def fit_dataset(acting: Acting, dataset: str, *, stride: int | None = None, epis
 
 
 def weights_checksum(folder: Path) -> str:
-    """One for the weights and statistics of a checkpoint: what its features depend on."""
+    """One checksum of a checkpoint's weights and statistics, on which its features depend."""
     parts = (PARAMS_ITEM, ASSETS_ITEM)
     sums = {name: text for name, text in read_checksums(folder).items() if name.split("/")[0] in parts}
-    if not sums:  # of OpenPI, which writes none
+    if not sums:  # OpenPI's checkpoints have no checksums
         files = [file for part in parts for file in (folder / part).rglob("*")] if folder.is_dir() else [folder]
         sums = {str(file.relative_to(folder.parent)): sha256(file) for file in files if file.is_file()}
     return hashlib.sha256("".join(f"{name} {sums[name]}\n" for name in sorted(sums)).encode()).hexdigest()
 
 
 def load_novelty(folder: Path, file: Path | None = None) -> Novelty:
-    """That of the checkpoint in this folder."""
+    """Load a checkpoint's novelty file; raises if it was made with other weights."""
     file, hint = file or folder / FILE, f"pirl serve {folder} --fit-novelty DATASET"
     try:
         found = read_arrays(file)

@@ -1,7 +1,7 @@
-"""A checkpoint for serving: rows of several robots in, chunks out, with all batch sizes compiled beforehand.
+"""A checkpoint for serving: batches of observations in, chunks out, with all batch sizes compiled beforehand.
 
 `row` prepares one observation and may run in any thread; `plan` runs on the device, one batch after the other. A row's
-noise depends on the seed and the row's own numbers, never on the rows beside it.
+noise depends on the seed and the row's own number, never on the other rows of the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from pirl.training.acting import Acting
 from pirl.training.features import features
 
 LONGEST_PROMPT = 2000
-"""Characters."""
+"""Longest instruction, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,15 +42,15 @@ class Row:
     state: Float[np.ndarray, "S"]
     """The robot's state, in its own units."""
     inputs: Mapping[str, Any]
-    """OpenPI's model input."""
+    """OpenPI's model input, without a batch axis."""
     number: tuple[int, int]
-    """(episode, step): where the row's noise comes from."""
+    """(episode, step), from which the row's noise is derived."""
     before: Float[np.ndarray, "H M"] | None = None
     """The rest of the previous chunk, relative to this observation's state, normalised, zero-padded."""
     overlap: int = 0
-    """Steps of `before` that are real."""
+    """Number of real (not padded) steps in `before`."""
     frozen: int = 0
-    """Steps of it that will have been executed when the reply is used."""
+    """Number of steps of `before` that will be executed before the reply is used."""
 
 
 class PlannedChunk(NamedTuple):
@@ -59,15 +59,15 @@ class PlannedChunk(NamedTuple):
     chunk: Float[np.ndarray, "H A"]
     """Actions in the robot's units."""
     value: float | None
-    """The critic's value of it, where the critic chose."""
+    """The critic's value of the chunk, if the critic chose it."""
     spread: float | None
-    """Standard deviation of the candidates' values."""
+    """Standard deviation of the candidates' values, if the critic chose."""
     novelty: float | None = None
-    """How far the observation is from the training data, where that is asked for."""
+    """Distance of the observation from the training data, if enabled."""
 
 
 class Planner:
-    """One checkpoint and its programs."""
+    """One checkpoint and its compiled programs."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Planner:
         default_prompt: str | None = None,
         novelty: Novelty | None = None,
     ) -> None:
-        """Nothing is compiled before `compile`. `default_prompt` is for observations without an instruction."""
+        """Call `compile` before `plan`. `default_prompt` is for observations without an instruction."""
         self.config: RLTrainConfig = acting.found.config
         self.name = policy_name(acting)
         transform = acting.policy.transform
@@ -97,7 +97,7 @@ class Planner:
         return self.transform.robot
 
     def compile(self, like: "Planner | None" = None) -> "Planner":
-        """Compile and run every program once; those of an equal policy with other weights are taken over."""
+        """Compile and run every program once. Reuses the programs of `like` if it differs only in its weights."""
         if like is not None and like._sort() == self._sort():
             self._programs = like._programs
         empty = self.row(example(self.robot), number=(0, 0))
@@ -122,12 +122,12 @@ class Planner:
         before: Float[np.ndarray, "P A"] | None = None,
         delay: int = 0,
     ) -> Row:
-        """Prepare one observation in the robot's keys; `before` is what is left of the last chunk, in its units."""
+        """Prepare one observation in the robot's keys; `before` is the rest of the last chunk, in the robot's units."""
         try:
             return self._row(observation, number, before, delay)
         except PirlError:
             raise
-        except Exception as error:  # whatever a stranger's observation led to
+        except Exception as error:  # observations are untrusted
             raise DataError(
                 f"the observation cannot be read: {type(error).__name__}: {str(error)[:200]}",
                 hint=f"send what robot {self.robot.name!r} sees: see `pirl inspect checkpoint`",
@@ -155,7 +155,7 @@ class Planner:
         return replace(row, before=padded, overlap=len(target), frozen=min(delay, len(target)))
 
     def plan(self, rows: Sequence[Row]) -> list[PlannedChunk | PirlError]:
-        """A chunk for each row, or why there is none. All rows continue a chunk, or none does."""
+        """A chunk or an error for each row. Either all rows continue a previous chunk (`before`), or none."""
         count = len(rows)
         size = next(size for size in self.batch_sizes if size >= count)
         filled = [*rows, *[rows[-1]] * (size - count)]
@@ -173,7 +173,7 @@ class Planner:
     def _decoded(self, choice: Choice, i: int, row: Row) -> PlannedChunk | PirlError:
         try:
             chunk = self.transform.robot_actions(np.asarray(choice.chunk[i], np.float32)[None], row.state[None])[0]
-        except PirlError as error:  # not finite: for this row alone
+        except PirlError as error:  # not finite; other rows are unaffected
             return error
         if choice.value is None or choice.spread is None:
             return PlannedChunk(chunk, None, None)
@@ -192,9 +192,9 @@ class Planner:
         frozen: Any,
         overlap: Any,
     ) -> Any:
-        """The same, agreeing with the chunk before: as a policy trained with given steps does, or guided.
+        """Like `_act`, consistent with the previous chunk: by conditioning (policies trained for it), else by guidance.
 
-        Guidance needs gradients, and they attention without a fused kernel.
+        Guidance differentiates the policy, which requires attention without a fused kernel.
         """
         model, delay = self.config.model, self.config.agent.real_time_delay
         if delay:
@@ -214,9 +214,9 @@ class Planner:
         return self._choose(agent, state, inputs, row_keys(key, numbers), steer)
 
     def _choose(self, agent: Agent, state: TrainState, inputs: Any, keys: Any, steer: flow.Steer | None) -> Any:
-        """(what is chosen, the features where novelty is asked for).
+        """(choice, features for novelty or None).
 
-        The observation is encoded in both, in the same words: XLA computes it once (a test counts the products).
+        Both encode the observation with identical expressions, so XLA computes it once (a test counts the matmuls).
         """
         observation = Observation.from_dict(inputs)
         choice = agent.choose(state, observation, keys, best_of=self.candidates, steer=steer)
@@ -238,13 +238,13 @@ class Planner:
 
 
 def policy_name(acting: Acting) -> str:
-    """Recipe, run and step; for weights that are not in a run of ours, their folder's name."""
+    """RECIPE/RUN/STEP; the folder's name for weights outside a run."""
     found = acting.found
     return f"{found.config.name}/{found.config.exp_name}/{found.step}" if found.run else found.folder.name
 
 
 def example(robot: Robot) -> dict[str, Any]:
-    """An observation of this robot with nothing in it: zeros, black pictures and no instruction."""
+    """An empty observation of this robot: zeros, black images and no instruction."""
     first, *others = robot.state_keys[0]
     found: dict[str, Any] = {key: np.zeros(1, np.float32) for key in others}
     found[first] = np.zeros(robot.state_dim - len(others), np.float32)

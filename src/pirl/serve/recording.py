@@ -3,10 +3,10 @@
     recorder = ExchangeRecorder("recordings/seen", fps=50, execute=10)
     PolicyServer(load, config, on_exchange=recorder.exchange, on_close=recorder.closed)
 
-A robot is seen once per chunk here. Each request becomes as many rows as steps of its chunk were executed, with those
-actions; only the first has an observation of its own (`observed`), the others repeat it. Training starts chunks at
-observed rows alone, and bootstraps from them alone. How many steps were executed is what the client says (`pirl/step`),
-or else `execute`. Outcomes come from `pirl label`.
+The server sees one observation per chunk. Each request becomes one row per executed step of its chunk, with those
+actions; only the first row has its own observation (`observed`), the others repeat it. Training starts chunks and
+bootstraps only at observed rows. The number of executed steps is what the client reports (`pirl/step`), or else
+`execute`. Outcomes come from `pirl label`.
 """
 
 import logging
@@ -31,7 +31,7 @@ NO_TASK = "unknown"
 
 
 class ExchangeRecorder:
-    """Writes one dataset; a thread encodes and writes each episode when it is over."""
+    """Writes one dataset; a thread encodes and writes each finished episode."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ExchangeRecorder:
         codec: str = "av1",
         max_pending_gb: float = 1.0,
     ) -> None:
-        """`fps`: the robot's control steps per second. An episode is given up when more than `max_pending_gb` waits."""
+        """`fps`: the robot's control steps per second. An episode is dropped if more than `max_pending_gb` wait."""
         if execute < 1 or fps < 1:
             raise DataError(f"{root}: {execute} executed steps at {fps} a second", hint="both are at least 1")
         self.root = Path(root).expanduser()
@@ -54,14 +54,14 @@ class ExchangeRecorder:
         self._lock = threading.Lock()
         self._pending = 0
         self.episodes: Counter[str] = Counter()
-        """Episodes that were saved, given up or failed."""
+        """Number of episodes by result: saved, given up or failed."""
         self._queue: queue.Queue[list[Exchange] | None] = queue.Queue()
         self._writer: LeRobotWriter | None = None
         self._thread = threading.Thread(target=self._write_all, name="pirl-record", daemon=True)
         self._thread.start()
 
     def exchange(self, one: Exchange) -> None:
-        """Keep one request and its chunk; another episode ends the one before."""
+        """Add one request and its chunk; a new episode ends the connection's previous one."""
         with self._lock:
             if self._spoilt.get(one.session) == one.episode:
                 return
@@ -80,7 +80,7 @@ class ExchangeRecorder:
                 log.warning("an episode of connection %d is not recorded: %s", one.session, problem)
 
     def closed(self, session: int) -> None:
-        """The connection is over, and its episode with it."""
+        """End the episode of a closed connection."""
         with self._lock:
             self._spoilt.pop(session, None)
             if kept := self._open.pop(session, None):
@@ -112,7 +112,7 @@ class ExchangeRecorder:
             try:
                 self._write(episode)
                 self.episodes["saved"] += 1
-            except Exception as error:  # the robot goes on, whatever is wrong with the disk
+            except Exception as error:  # a recording error must not stop the robot
                 if self._writer is not None:
                     self._writer.discard_episode()
                 self.episodes["failed"] += 1

@@ -1,7 +1,7 @@
 """Safety limits on actions, off by default: defined per robot, checked on every chunk, counted per rule.
 
-They bound actions as the robot gets them, in its own units: positions for a robot that is commanded positions. A chunk
-that goes beyond is clipped or refused. This is a net under a policy, not a replacement for the robot's own limits.
+They bound the actions sent to the robot, in its own units (positions for a position-controlled robot). A chunk beyond a
+limit is clipped or refused. This is a net under a policy, not a replacement for the robot's own limits.
 """
 
 from dataclasses import dataclass, replace
@@ -16,6 +16,8 @@ from pirl.ranges import Checked, Positive
 
 TINY = 1e-6
 """Rounding in float32, relative to the limit, is no violation."""
+ROUNDS = 8
+"""Passes over all rules before a chunk is refused: clipping to one limit may violate another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Box(Checked):
     """A workspace: where some part of the robot may be."""
 
     actions: tuple[int, ...]
-    """Action dimensions that are its coordinates, or steps in them."""
+    """Action dimensions with its coordinates, or with steps in them."""
     low: tuple[float, ...]
     """Smallest coordinates."""
     high: tuple[float, ...]
@@ -62,7 +64,8 @@ class SafetyConfig(Checked):
     rate: Positive
     """Control steps per second."""
     mode: Literal["clip", "refuse"] = "refuse"
-    """What happens to a chunk beyond a limit: it is clipped, or refused with the reason."""
+    """What happens to a chunk beyond a limit: it is clipped, or refused with the reason. A chunk that cannot be clipped
+    to all limits at once is refused."""
     low: tuple[float, ...] | None = None
     """Smallest action."""
     high: tuple[float, ...] | None = None
@@ -76,7 +79,7 @@ class SafetyConfig(Checked):
     jump: tuple[Positive, ...] | None = None
     """Largest distance between a chunk's first action and the chunk before, at the step it continues."""
     novelty: NoveltyConfig | None = None
-    """What happens where the policy sees what it has not seen in training."""
+    """The rule for observations unlike the training data."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,9 +89,9 @@ class LimitedChunk:
     chunk: Float[np.ndarray, "H A"] | None
     """The actions that may be sent; None if none may."""
     rules: tuple[str, ...]
-    """Limits that the chunk was beyond."""
+    """Rules that the chunk violated."""
     reason: str = ""
-    """The first of them, in words."""
+    """The first violation, in words."""
 
 
 class SafetyNet:
@@ -120,10 +123,9 @@ class SafetyNet:
         expected: Float[np.ndarray, "R A"] | None = None,
         novelty: float | None = None,
     ) -> LimitedChunk:
-        """The chunk within the limits. `last` is the chunk before, `expected` what is left of it, where that is known.
+        """Apply all rules to a chunk. `last` is the previous chunk, `expected` the rest of it, if known.
 
-        Where it is not known how far the robot got, the nearest step of `last` counts: a jump is then one from all of
-        them.
+        If it is unknown how far the robot got in `last`, the jump is measured from its nearest step.
         """
         if not np.isfinite(chunk).all():
             return LimitedChunk(chunk=None, rules=("finite",), reason="the actions are not finite")
@@ -137,16 +139,35 @@ class SafetyNet:
         return found if found.chunk is None else replace(found, rules=("novelty", *found.rules), reason=reason)
 
     def _within(self, chunk: np.ndarray, state: np.ndarray, last: Any, expected: Any) -> LimitedChunk:
-        """The chunk within the limits on actions."""
+        """The chunk within all limits on actions at once, or none if `ROUNDS` passes of clipping do not get there."""
+        out = np.asarray(chunk, np.float64)
+        out, rules, reason = self._clipped(out, state, last, expected)
+        if not rules:
+            return LimitedChunk(chunk=chunk, rules=())
+        if self.config.mode == "refuse":
+            return LimitedChunk(chunk=None, rules=rules[:1], reason=reason)
+        for _ in range(ROUNDS):
+            sent = out.astype(chunk.dtype)
+            out, violated, _ = self._clipped(np.asarray(sent, np.float64), state, last, expected)
+            if not violated:
+                return LimitedChunk(chunk=sent, rules=rules, reason=reason)
+            rules += tuple(rule for rule in violated if rule not in rules)
+        return LimitedChunk(
+            chunk=None, rules=rules, reason=f"{reason}; clipping cannot meet {', '.join(rules)} at once"
+        )
+
+    def _clipped(
+        self, out: np.ndarray, state: np.ndarray, last: Any, expected: Any
+    ) -> tuple[np.ndarray, tuple[str, ...], str]:
+        """The chunk after one pass over the rules, the violated rules, and the first violation in words."""
         rules: list[str] = []
         reason = ""
-        out = np.asarray(chunk, np.float64)
         for rule, limited in (
             ("jump", lambda x: self._jump(x, last, expected)),
-            ("limits", self._limits),
-            ("workspace", lambda x: self._workspace(x, state)),
             ("velocity", self._velocity),
             ("jerk", self._jerk),
+            ("limits", self._limits),
+            ("workspace", lambda x: self._workspace(x, state)),
         ):
             within = limited(out)
             excess = np.abs(within - out)
@@ -158,14 +179,10 @@ class SafetyNet:
                     f"{within[step, dim]:.4g}"
                 )
                 out = within
-        if not rules:
-            return LimitedChunk(chunk=chunk, rules=())
-        if self.config.mode == "refuse":
-            return LimitedChunk(chunk=None, rules=tuple(rules[:1]), reason=reason)
-        return LimitedChunk(chunk=out.astype(chunk.dtype), rules=tuple(rules), reason=reason)
+        return out, tuple(rules), reason
 
     def _jump(self, x: np.ndarray, last: np.ndarray | None, expected: np.ndarray | None) -> np.ndarray:
-        """Shift the whole chunk, its end least, so that it continues the previous one."""
+        """Shift the chunk towards the previous one, by the excess at its first step and less towards its end."""
         if self.config.jump is None or last is None:
             return x
         limit = np.array(self.config.jump)
@@ -189,14 +206,14 @@ class SafetyNet:
             out[:, dims] = np.clip(x[:, dims], box.low, box.high)
             return out
         place = np.asarray(state, np.float64)[list(box.state)]
-        for step in range(len(x)):  # where each step leads depends on the ones before
+        for step in range(len(x)):  # positions accumulate over the clipped steps
             there = np.clip(place + box.scale * x[step, dims], np.minimum(box.low, place), np.maximum(box.high, place))
             out[step, dims] = (there - place) / box.scale
             place = there
         return out
 
     def _velocity(self, x: np.ndarray) -> np.ndarray:
-        """No step further from the one before it than allowed."""
+        """Limit the change between consecutive steps."""
         if self.config.velocity is None:
             return x
         out, limit = x.copy(), np.array(self.config.velocity) / self.config.rate
@@ -205,7 +222,7 @@ class SafetyNet:
         return out
 
     def _jerk(self, x: np.ndarray) -> np.ndarray:
-        """No third difference larger than allowed."""
+        """Limit the third difference of each step with its predecessors."""
         if self.config.jerk is None:
             return x
         out, limit = x.copy(), np.array(self.config.jerk) / self.config.rate**3
@@ -216,7 +233,7 @@ class SafetyNet:
 
 
 def read_safety(file: Path) -> SafetyConfig:
-    """The limits in a YAML file."""
+    """Read the limits from a YAML file."""
     from pirl.config_io import from_dict, read_yaml
 
     data: dict[str, Any] = read_yaml(file)
@@ -227,7 +244,7 @@ def read_safety(file: Path) -> SafetyConfig:
 
 
 def load_safety(file: Path, *, action_dim: int, state_dim: int) -> SafetyNet:
-    """The net that a YAML file describes."""
+    """The safety net defined by a YAML file."""
     config = read_safety(file)
     try:
         return SafetyNet(config, action_dim=action_dim, state_dim=state_dim)

@@ -1,8 +1,8 @@
 """OpenPI's websocket server, for many robots at once.
 
-On connect the client gets the metadata, then one reply per request. A request that cannot be answered is told why, as
-text, and its connection is closed with 1011, as OpenPI does; the server and the other connections go on. Everything
-slow happens in threads: reading observations, the model, loading another checkpoint.
+On connect the client gets the metadata, then one reply per request. A failed request gets the reason as text, and its
+connection is closed with 1011, as in OpenPI; the server and other connections continue. Everything slow runs in
+threads: reading observations, the model, loading another checkpoint.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ from pirl.serve.session import Exchange, Session
 log = logging.getLogger("pirl.serve")
 
 Load = Callable[[Planner | None], Planner]
-"""Loads the checkpoint, compiled; given the planner that it will replace, if there is one."""
+"""Loads and compiles the checkpoint. The argument is the planner to replace, if any, whose programs can be reused."""
 HALF_OPEN = 32
-"""Sockets beyond `max_connections` that may be shaking hands."""
+"""Sockets beyond `max_connections` that may be in the handshake."""
 INTERNAL_ERROR, GOING_AWAY = 1011, 1001
 LONGEST_ERROR = 1000
-"""Most characters of an error sent to a client; part of it may be the client's own text."""
+"""Longest error sent to a client, in characters; it may quote the client's own text."""
 
 
 class PolicyServer:
@@ -58,9 +58,10 @@ class PolicyServer:
         on_exchange: Callable[[Exchange], None] | None = None,
         on_close: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_exchange` is called after every reply, in a thread; the connection waits for it, the others do not.
+        """Load the checkpoint.
 
-        `on_close` is called with a connection's number when it is over.
+        `on_exchange` is called in a thread after every reply; only that connection waits for it. `on_close` is called
+        with the number of a connection that ended.
         """
         self.config, self.metrics = config, Metrics()
         self.port, self.safety = config.port, safety
@@ -92,13 +93,13 @@ class PolicyServer:
     # Life
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Listen until `stop`; then finish what is under way and return."""
+        """Listen until `stop`, then answer pending requests and return."""
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         limits = {"max_batch": self.config.max_batch, "window": self.config.batch_window}
         self._batcher = Batcher(**limits, expected=lambda: len(self._sessions), metrics=self.metrics)  # type: ignore[arg-type]
         batching = asyncio.create_task(self._batcher.run())
-        batching.add_done_callback(lambda _: self._stop.set())  # nobody would be answered any more
+        batching.add_done_callback(lambda _: self._stop.set())  # without the batcher no request gets an answer
         try:
             server = await self._listen()
             self.port = server.sockets[0].getsockname()[1]
@@ -112,7 +113,7 @@ class PolicyServer:
             self._threads.shutdown(wait=False)
 
     def stop(self) -> None:
-        """Stop soon; from any thread."""
+        """Request a stop; callable from any thread."""
         self._loop.call_soon_threadsafe(self._stop.set)
 
     async def _listen(self) -> Server:
@@ -127,7 +128,7 @@ class PolicyServer:
                 compression=None,
                 max_size=config.max_message,
                 max_queue=1,
-                origins=[None],  # browsers name the page they act for; robots do not
+                origins=[None],  # refuse browsers, which send an Origin header; robots do not
                 logger=logging.getLogger("pirl.serve.websockets"),
                 ssl=tls_context(config),
             )
@@ -138,7 +139,7 @@ class PolicyServer:
             ) from error
 
     async def _drain(self, server: Server) -> None:
-        """Accept nothing new, answer what is under way, close."""
+        """Stop accepting connections, answer pending requests for up to `drain` seconds, and close."""
         self._stopping = True
         server.close(close_connections=False)
         deadline = self._loop.time() + self.config.drain
@@ -190,12 +191,12 @@ class PolicyServer:
     # Another checkpoint
 
     def reload(self) -> None:
-        """Load the checkpoint anew in the background; episodes that begin from then on get it."""
+        """Reload the checkpoint in the background; episodes that begin after that use it."""
         if self._reloading is None:
             self._reloading = asyncio.create_task(self._reload())
 
     async def _reload(self) -> None:
-        """Load in a thread. A checkpoint that cannot be used changes nothing."""
+        """Load in a thread. If that fails, keep serving the current checkpoint."""
         try:
             planner = await asyncio.to_thread(self._load, self._planner)
         except Exception as error:
@@ -212,8 +213,8 @@ class PolicyServer:
     # One connection
 
     async def _converse(self, connection: ServerConnection) -> None:
-        """Metadata, then requests and replies in turn, until either end has enough."""
-        if len(self._sessions) >= self.config.max_connections or self._stopping:  # several shook hands at once
+        """Send the metadata, then answer requests until either end closes."""
+        if len(self._sessions) >= self.config.max_connections or self._stopping:  # concurrent handshakes
             await connection.close(GOING_AWAY, "the server has all the connections it takes")
             return
         session = Session(next(self._numbers), self._planner, gap=self.config.episode_gap)
@@ -259,7 +260,7 @@ class PolicyServer:
     async def _answer(
         self, session: Session, message: str | bytes, arrived: float
     ) -> tuple[dict[str, Any], PlannedChunk]:
-        """OpenPI's reply to a request, and the plan in it."""
+        """(OpenPI's reply to a request, the plan in it)."""
         if isinstance(message, str):
             raise WireError("a request came as text", hint="send binary messages, as openpi_client does")
         current = self._planner
@@ -293,7 +294,7 @@ class PolicyServer:
         return reply, plan
 
     def _limited(self, net: SafetyNet, session: Session, plan: PlannedChunk, state: Any, request: Any) -> PlannedChunk:
-        """The plan within the safety net, or an error with the reason."""
+        """The plan within the safety limits; raises if the net refuses it."""
         before, _ = session.before(request)
         found = net.check(plan.chunk, state=state, last=session.chunk, expected=before, novelty=plan.novelty)
         for rule in found.rules:
@@ -307,7 +308,7 @@ class PolicyServer:
         return plan._replace(chunk=found.chunk)
 
     async def _throttle(self, session: Session) -> None:
-        """Requests beyond the rate wait for their turn; a few may come at once."""
+        """Delay requests beyond `max_rate`; allows short bursts."""
         every, now = 1 / self.config.max_rate, self._loop.time()
         session.allowed_at = max(session.allowed_at, now - 4 * every) + every
         if session.allowed_at > now:
@@ -315,7 +316,7 @@ class PolicyServer:
             await asyncio.sleep(session.allowed_at - now)
 
     async def _refuse(self, connection: ServerConnection, error: Exception) -> None:
-        """Say what is wrong as text and close, as OpenPI does."""
+        """Send the error as text and close the connection, as OpenPI does."""
         kind = type(error).__name__
         self.metrics.count("errors", "kind", kind)
         if isinstance(error, PirlError):
@@ -329,7 +330,7 @@ class PolicyServer:
             await connection.close(INTERNAL_ERROR, "the reason is in the previous frame")
 
     async def _tell(self, session: Session, plan: PlannedChunk) -> None:
-        """Call the recording hook. What goes wrong there does not reach the robot."""
+        """Call the recording hook; its errors are logged and do not reach the robot."""
         if self.on_exchange is None:
             return
         exchange = Exchange(
@@ -364,13 +365,13 @@ class PolicyServer:
 
 
 def _printable(text: str) -> str:
-    """One line for the log, in which a stranger's text cannot pass for a line of its own or steer a terminal."""
+    """Escape untrusted text for the log: no line breaks, no terminal control characters."""
     return "".join(sign if sign.isprintable() else " " if sign == "\n" else repr(sign)[1:-1] for sign in text)
 
 
 @contextmanager
 def in_background(server: PolicyServer) -> Iterator[PolicyServer]:
-    """The server in a thread of its own, for tests and for programs that do something else as well."""
+    """Run the server in a background thread, for tests and for programs with other work."""
     ready, failed = threading.Event(), []
 
     def run() -> None:

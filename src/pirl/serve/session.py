@@ -26,24 +26,24 @@ class Exchange:
     step: int
     """The observation's control step if the client sends it; otherwise the request's number in the episode."""
     observation: Mapping[str, Any]
-    """The request, with nested keys as they came and without keys of ours. Arrays are read-only."""
+    """The request without pirl's keys; nesting as received. Arrays are read-only."""
     chunk: Float[np.ndarray, "H A"]
     """The reply's actions."""
     policy: str
-    """Which policy planned them."""
+    """Name of the policy that planned them."""
     value: float | None
     """The critic's value of the chunk."""
     told: bool
-    """Whether the client said its control step."""
+    """Whether the client sent its control step."""
     early: bool
-    """Whether it asked before it had executed its chunk."""
+    """Whether the client prefetches: it asked before its chunk was used up."""
 
 
 class Session:
     """The server's state of a connection."""
 
     def __init__(self, number: int, planner: Planner, *, gap: float) -> None:
-        """`gap`: seconds of silence after which a client that names no episodes has begun another."""
+        """`gap`: seconds of silence after which a new episode begins, for clients that do not name episodes."""
         self.number, self.planner, self._gap = number, planner, gap
         self.chunk: Float[np.ndarray, "H A"] | None = None
         self.observation: Mapping[str, Any] = {}
@@ -68,7 +68,7 @@ class Session:
         return (name if isinstance(name, int) else zlib.crc32(name.encode())), self.step
 
     def begin(self, message: Any, current: Planner, now: float) -> bool:
-        """Read a request's own keys; whether it begins an episode, and so goes to the `current` policy."""
+        """Read pirl's keys of a request; returns whether it begins an episode, which then uses planner `current`."""
         if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
             raise WireError("a request is a map with text as keys", hint="send one observation per request")
         name = _episode(message.get(EPISODE))
@@ -89,7 +89,7 @@ class Session:
         return fresh
 
     def before(self, message: Mapping[str, Any]) -> tuple[Float[np.ndarray, "P A"] | None, int]:
-        """(rest of the last chunk, steps of it that will have been executed), if the client reports them."""
+        """(rest of the last chunk, steps of it executed before the reply arrives), if the client reports them."""
         if EXECUTED not in message or self.chunk is None:
             return None, 0
         executed = _whole(message, EXECUTED)

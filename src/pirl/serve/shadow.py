@@ -1,7 +1,7 @@
 """Shadow mode: run the policy on a recorded dataset as if its observations were requests, and compare the actions.
 
-Nothing is sent to a robot. Close to the data is not the same as good, but a policy that is far off where it should not
-be (another robot, wrong statistics, swapped cameras) shows here and not on the robot.
+Nothing is sent to a robot. A small error does not make a policy good, but a large one reveals mistakes (another robot,
+wrong statistics, swapped cameras) before they reach the robot.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,23 @@ from pirl.serve.planner import Planner
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shadow:
-    """How far a policy's chunks are from what was done."""
+    """Differences between a policy's chunks and the recorded actions."""
 
     error: Float[np.ndarray, "H A"]
     """Mean absolute difference by step of the chunk and action dimension, in the robot's units."""
     hold: Float[np.ndarray, "H A"]
-    """The same for doing what was done at the chunk's first step all along: what any policy should beat."""
+    """The same for holding the recorded action of the chunk's first step, a baseline any policy should beat."""
     spread: Float[np.ndarray, "A"]
     """Standard deviation of the recorded actions."""
     chunks: int
-    """Chunks compared."""
+    """Number of compared chunks."""
     episodes: int
-    """Episodes they are from."""
+    """Number of episodes they are from."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        arrays = {name: getattr(self, name).tolist() for name in ("error", "hold", "spread")}
+        """As JSON values; steps beyond the longest episode are null."""
+        named = {"error": self.error, "hold": self.hold, "spread": self.spread}
+        arrays = {name: np.where(np.isnan(x), np.array(None), x).tolist() for name, x in named.items()}
         return {"chunks": self.chunks, "episodes": self.episodes, **arrays}
 
 

@@ -1,1 +1,1 @@
-"""Infrastructure of training: the loop, sharding, checkpoints, optimizers, metrics, memory."""
+"""Training: the loop, batch streams, evaluation, metrics, checks before a run, recovery, acting from checkpoints."""

@@ -1,8 +1,8 @@
-"""From a checkpoint on disk to a policy that acts in environments.
+"""Load a checkpoint from disk as a policy that acts in environments.
 
-A step folder says itself how it was trained (`extra/metadata.json`), its run says so too (`config.yaml`); for weights
-of OpenPI the configuration is given. Statistics are always the checkpoint's own: they belong to its weights. Of what
-training kept beside the weights only what acting needs is read: a critic to choose with, a condition to follow.
+The configuration comes from the step folder (`extra/metadata.json`) or its run (`config.yaml`); for OpenPI weights the
+caller gives it. Norm stats are always the checkpoint's own, because its weights were trained in those units. From the
+training state only the groups that acting needs are read, such as a critic for best-of-N.
 """
 
 import difflib
@@ -45,23 +45,23 @@ from pirl.training.ending import best_step
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint whose configuration is known; nothing of it is loaded."""
+    """A checkpoint located on disk with its configuration; nothing is loaded yet."""
 
     folder: Path
-    """The step's folder (of PyTorch weights, the folder or file they are in)."""
+    """The step's folder (for PyTorch weights, their folder or file)."""
     config: RLTrainConfig
-    """How it was trained, or is to be used."""
+    """The configuration it was trained with, or is to be used with."""
     metadata: Mapping[str, Any]
-    """Metadata stored with it: versions, time, metrics; empty for a checkpoint that OpenPI wrote."""
+    """Contents of its metadata file: versions, time, metrics; empty for OpenPI checkpoints."""
 
     @property
     def step(self) -> int | None:
-        """Training steps, where the folder is named after them."""
+        """The training step, if the folder is named after one."""
         return int(self.folder.name) if self.folder.name.isdecimal() else None
 
     @property
     def run(self) -> Path | None:
-        """The folder of its run, where it lies in one of ours."""
+        """The run's folder, if the checkpoint lies in a pirl run."""
         run = self.folder.parent
         return run if self.step is not None and (run / METADATA_FILE).is_file() else None
 
@@ -71,18 +71,18 @@ class Acting:
     """A loaded checkpoint."""
 
     found: Found
-    """Its origin and configuration."""
+    """Its location and configuration."""
     state: TrainState
-    """The weights that act, of every group that is needed."""
+    """The acting weights of every group needed."""
     policy: ChunkPolicy
-    """Answers `rollout.num_envs` environments at a time."""
+    """Acts in up to `rollout.num_envs` environments per call."""
 
     def use(self, seed: int) -> ChunkPolicy:
-        """The policy, ready to act; its noise depends on the seed."""
+        """The policy with these weights; `seed` determines its noise."""
         return self.policy.use(self.state, jax.random.key(seed))
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
+        """The chunk for one observation (in the robot's own keys), in robot units."""
         return self.use(seed).plan({0: observation}, {0: (0, 0)})[0]
 
 
@@ -93,7 +93,7 @@ def open_checkpoint(
     config: RLTrainConfig | None = None,
     change: Callable[[RLTrainConfig], RLTrainConfig] = lambda config: config,
 ) -> Acting:
-    """Find a checkpoint, change its configuration (environment, candidates, ...), and load it."""
+    """Find a checkpoint, apply `change` to its configuration (environment, candidates, ...), and load it."""
     found = find_checkpoint(location, best=best, config=config)
     return load_acting(replace(found, config=change(found.config)))
 
@@ -101,9 +101,9 @@ def open_checkpoint(
 def find_checkpoint(
     location: str | os.PathLike[str], *, best: bool = False, config: RLTrainConfig | None = None
 ) -> Found:
-    """The checkpoint at a path or address: a step's folder, or a run's, of which it is the latest step or the `best`.
+    """The checkpoint at a path or address: a step folder, or a run folder's latest (or `best`) step.
 
-    `config` goes before the checkpoint's own; one that does not say how it was trained needs it.
+    `config` overrides the checkpoint's own; a checkpoint that stores none needs it.
     """
     path = fetch(_spelled(location))
     steps = complete_steps(path)
@@ -117,13 +117,13 @@ def find_checkpoint(
         path = path / str(steps[-1])
     elif path.name == PARAMS_ITEM and kind_of(path) == "openpi":
         path = path.parent
-    kind_of(path)  # says what is wrong where there are no weights
+    kind_of(path)  # raises if there are no weights
     metadata = _metadata(path)
     return Found(folder=path, config=config or _own_config(path, metadata), metadata=metadata)
 
 
 def load_acting(found: Found) -> Acting:
-    """Weights and statistics, on all devices of this process."""
+    """Load weights and norm stats onto all devices of this process."""
     config = found.config
     agent, transform = build_agent(config), checkpoint_transform(found.folder, config)
     policy = build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of)
@@ -131,18 +131,18 @@ def load_acting(found: Found) -> Acting:
     params = load_groups(found, agent, mesh, agent.acting_groups(config.rollout.best_of))
     model = agent.policy
     if mesh.size == 1 and isinstance(model, Preparing):
-        # These never change, so what each plan would do to them is done once.
+        # Acting weights never change: transform them for inference once instead of at every plan.
         params["policy"] = jax.jit(model.for_inference)(params["policy"])
     return Acting(found=found, state=TrainState(step=jnp.zeros((), jnp.int32), params=params), policy=policy)
 
 
 def acting_mesh(config: RLTrainConfig) -> jax.sharding.Mesh:
-    """All devices of this process. Another number of them than in training is no reason not to act."""
+    """A mesh over all devices; fsdp shrinks to a divisor of their number, so any machine can act."""
     return make_mesh(math.gcd(config.mesh.size, jax.device_count()))
 
 
 def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: Set[str]) -> dict[str, Params]:
-    """The policy's weights and those of other groups, averaged where there is an average."""
+    """Weights of the policy and of the other `groups`: EMA weights where there are any. Raises if not finite."""
     folder, shapes = found.folder, sharded_shapes(mesh, jax.eval_shape(agent.init, jax.random.key(0)))
     params = {"policy": load(folder, shapes.policy), **_other_weights(folder, shapes, groups)}
     for group, weights in params.items():
@@ -151,7 +151,7 @@ def load_groups(found: Found, agent: Agent, mesh: jax.sharding.Mesh, groups: Set
 
 
 def _spelled(location: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The location itself; a folder that is not there, beside others of nearly that name, is a typo."""
+    """The location; raises "did you mean" if it does not exist but a sibling has a similar name."""
     path = Path(location).expanduser()
     beside = [] if path.exists() or not path.parent.is_dir() else [child.name for child in path.parent.iterdir()]
     if near := difflib.get_close_matches(path.name, beside):
@@ -165,7 +165,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
 
 
 def _own_config(folder: Path, metadata: Mapping[str, Any]) -> RLTrainConfig:
-    """The configuration stored in the step, or else in its run."""
+    """The configuration stored in the step's metadata, or else in its run's folder."""
     file = folder.parent / CONFIG_FILE
     if "config" in metadata:
         source, data = folder / EXTRA_ITEM / METADATA_FILE, metadata["config"]
@@ -185,7 +185,7 @@ def _own_config(folder: Path, metadata: Mapping[str, Any]) -> RLTrainConfig:
 
 
 def _best_step(run: Path, steps: list[int], config: RLTrainConfig | None) -> int:
-    """The step with the best value of the metric that `checkpoint.keep_best` names; of equals the latest."""
+    """The step with the best value of `checkpoint.keep_best.metric`; the latest of equals."""
     found = {step: _metadata(run / str(step)) for step in steps}
     rule = (config or _own_config(run / str(steps[-1]), found[steps[-1]])).checkpoint.keep_best or KeepBest()
     best = best_step({step: metadata.get("metrics") or {} for step, metadata in found.items()}, rule)
@@ -198,7 +198,7 @@ def _best_step(run: Path, steps: list[int], config: RLTrainConfig | None) -> int
 
 
 def checkpoint_transform(folder: Path, config: RLTrainConfig) -> Transform:
-    """The training's transform, with the statistics in the checkpoint."""
+    """The training transform with the checkpoint's norm stats."""
     assets = (folder if folder.is_dir() else folder.parent) / ASSETS_ITEM
     found, named = assets_beside(folder), named_asset(config.data, config.robot)
     if (chosen := choose_asset(found, named)) is None:
@@ -210,7 +210,7 @@ def checkpoint_transform(folder: Path, config: RLTrainConfig) -> Transform:
 
 
 def _other_weights(folder: Path, shapes: TrainState, needed: Set[str]) -> dict[str, Params]:
-    """The weights of other groups, averaged where there is an average, without the rest of the training state."""
+    """Weights of groups besides the policy (EMA where there is one), read without the rest of the training state."""
     groups = {name: shapes.params[name] for name in sorted(needed) if name in shapes.params}
     if not groups:
         return {}

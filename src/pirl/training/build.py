@@ -1,4 +1,4 @@
-"""Builds the parts of a run from a configuration: policy, critic, agent, batches, environments, initial weights."""
+"""Builds a run's data, environments, evaluations and initial weights from its configuration."""
 
 import zlib
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ from pirl.training.streams import DatasetStream, GroupStream, OnlineStream, Stre
 
 
 def build_transform(config: RLTrainConfig) -> Transform:
-    """Between the robot's units and the model's; also what an acting policy uses."""
+    """The transform between robot units and model units, for training and acting."""
     folder = stats_of_weights(config)
     return create_transform(
         config.data,
@@ -61,12 +61,13 @@ def build_transform(config: RLTrainConfig) -> Transform:
 
 
 def stats_of_weights(config: RLTrainConfig) -> Path | None:
-    """The statistics beside the weights a run starts from: these were trained in their units. None if the run has its
-    own in `assets_dir`, or the weights come with none or several.
+    """The folder of the norm stats beside the initial weights, which were trained in those units.
+
+    None if the run has its own in `assets_dir`, or if neither the named asset nor a single one lies beside the weights.
     """
     own = own_assets(config.data)
     weights = None if config.init_weights is None else Path(config.init_weights).expanduser()
-    if weights is None or not weights.is_dir():  # beside a single file, `assets` may be anybody's
+    if weights is None or not weights.is_dir():  # `assets` beside a single file may be unrelated
         return None
     if own is not None and (own / NORM_STATS_FILE).is_file():
         return None
@@ -79,7 +80,7 @@ def stats_of_weights(config: RLTrainConfig) -> Path | None:
 def build_acting(
     config: RLTrainConfig, agent: Agent, transform: Transform, mesh: Any, eval_fn: EvalFn | None = None
 ) -> Iterator[tuple[Stream, Evaluations]]:
-    """The sources of batches and evaluations: datasets, environments, replay buffer."""
+    """(batch stream, evaluations), with the datasets, environments and replay buffer they need; closed on exit."""
     with ExitStack() as parts:
         loader = replay = pool = recorder = None
         if config.env is not None and (config.acts or config.evaluation):
@@ -113,13 +114,13 @@ def build_acting(
 
 
 def dataset_folder(name: str) -> Path:
-    """Folder of the dataset with this name: a path is itself, other names are in LeRobot's home."""
+    """The dataset's folder: absolute paths and those that begin with "." as given, other names below LeRobot's home."""
     path = Path(name).expanduser()
     return path if path.is_absolute() or name.startswith(".") else lerobot_home() / path
 
 
 def build_pool(config: RLTrainConfig) -> EnvPool:
-    """The environments."""
+    """The environment pool; raises if the environments' robot is not that of the data."""
     if config.env is None:
         raise ConfigError(
             f"{config.name} has no environment",
@@ -136,7 +137,7 @@ def build_pool(config: RLTrainConfig) -> EnvPool:
 
 
 def build_collecting_policy(config: RLTrainConfig, agent: Agent, transform: Transform) -> ChunkPolicy:
-    """The agent as it acts to learn from it: it may explore."""
+    """The policy that collects rollouts; it explores if the algorithm does."""
     explore = config.agent.explores
     return build_chunk_policy(config, agent, transform, best_of=config.rollout.best_of, explore=explore)
 
@@ -144,7 +145,7 @@ def build_collecting_policy(config: RLTrainConfig, agent: Agent, transform: Tran
 def build_chunk_policy(
     config: RLTrainConfig, agent: Agent, transform: Transform, *, best_of: int = 1, explore: bool = False
 ) -> ChunkPolicy:
-    """The agent, acting in as many environments as `rollout.num_envs`."""
+    """The agent's policy, batched over `rollout.num_envs` environments."""
     if best_of > 1 and not agent.config.chooses:
         raise ConfigError(
             f"best of {best_of} without a critic", hint="only algorithms with a critic can choose: best_of 1"
@@ -167,12 +168,12 @@ def build_evaluator(
     *,
     policy: ChunkPolicy | None = None,
 ) -> Evaluator | None:
-    """Evaluation during training, if it is asked for. A policy that collects alike is used, and compiled once."""
+    """Evaluation during training, or None. Shares the collecting policy if best_of agrees, so it compiles once."""
     if config.evaluation is None or pool is None:
         return None
     if policy is None or config.evaluation.best_of != config.rollout.best_of:
         policy = build_chunk_policy(config, agent, transform, best_of=config.evaluation.best_of)
-    # Simulators that run elsewhere may have a reason: they are not made in the process that trains.
+    # A remote simulator may not run here, so films are only re-acted with local ones.
     local = config.env is not None and config.rollout.backend == "local"
     return Evaluator(
         pool,
@@ -188,7 +189,7 @@ def build_evaluator(
 def build_held_out_loader(
     config: RLTrainConfig, transform: Transform, mesh: Any, source: EpisodeSource
 ) -> ACRLPDDataLoader:
-    """Batches of held-out episodes: small ones, which all devices share evenly."""
+    """Batches of held-out episodes, of at most about BATCH_SIZE rows, rounded up to a multiple of the devices."""
     return ACRLPDDataLoader(
         source,
         transform,
@@ -214,7 +215,7 @@ def build_held_out(
     *,
     file: Path | None = None,
 ) -> HeldOut:
-    """The measurement on held-out episodes; the noise is the same in every run of a seed."""
+    """The measurement on held-out episodes; its noise depends only on `config.seed`."""
     return HeldOut(
         agent,
         transform,
@@ -241,9 +242,9 @@ def build_stream(
     policy: ChunkPolicy | None = None,
     recorder: RolloutRecorder | None = None,
 ) -> Stream:
-    """Batches of the kind the algorithm learns from."""
+    """The stream for the algorithm: dataset only, online with replay, or groups of rollouts."""
     if pool is None or not config.acts:
-        assert loader is not None  # only algorithms that act do without
+        assert loader is not None  # only algorithms that act need no dataset
         return DatasetStream(loader)
     collector = Collector(
         pool,
@@ -281,14 +282,14 @@ def build_stream(
 
 
 def _key(config: RLTrainConfig, what: str) -> jax.Array:
-    """Randomness of its own, apart from that of the updates."""
+    """A PRNG key for one purpose, independent of the updates' keys."""
     return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(what.encode()))
 
 
 def build_loader(
     config: RLTrainConfig, transform: Transform, mesh: Any, replay: ReplayBuffer | None = None
 ) -> ACRLPDDataLoader:
-    """Batches on the devices of the mesh, each host reading its share."""
+    """The training loader: batches sharded over the mesh, each host reading its share."""
     return create_acrlpd_data_loader(
         config.data,
         transform=transform,
@@ -307,7 +308,7 @@ def build_loader(
 
 
 def load_policy(config: RLTrainConfig, mesh: Any, key: jax.Array) -> Params | None:
-    """The weights to start from, read straight into their shards; None where training starts from nothing."""
+    """The initial weights, read directly into their shards; None without `init_weights`."""
     if config.init_weights is None:
         return None
     leaves = policy_leaves(config)

@@ -1,4 +1,4 @@
-"""What happens around the updates of a run: metrics, evaluation, stopping early or on request, checkpoints."""
+"""Work around a run's updates: metrics, evaluation, early stopping, stop requests, checkpoints."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from pirl.training.watchdog import Watchdog
 
 @dataclass(kw_only=True)
 class Callbacks:
-    """The callbacks of one run; `callbacks` opens them."""
+    """State and hooks of one run; opened by `callbacks`."""
 
     config: RLTrainConfig
     agent: Agent
@@ -45,7 +45,7 @@ class Callbacks:
     checkpoints: Checkpoints
     evaluator: Evaluations | None
     extra: Mapping[str, Any]
-    """Stored beside the step that the run resumes from; empty for a new run."""
+    """The `extra` item of the checkpoint resumed from; empty for a new run."""
     recoveries: Sequence[Recovery]
     log: MetricLog
     progress: Progress
@@ -55,20 +55,22 @@ class Callbacks:
     saver: Saver
     memory: GPUMemoryMonitor = field(default_factory=GPUMemoryMonitor)
     updates: int = 0
-    """Made so far, since the run began."""
+    """Updates since the run began, across resumes."""
     step: int = 0
-    """The last one that is complete."""
+    """The last complete step."""
     _compiled: bool = field(default=False, init=False)
     over: bool = False
-    """Nothing follows: the last step, early stopping or an interrupt."""
+    """The run ends here: last step, early stopping or an interrupt."""
     stopped: bool = False
-    """Interrupted, so there is more to train."""
+    """Interrupted before its last step."""
     ending: str = ""
     """Why the run ends before its last step."""
+    verdict: str | None = None
+    """What the algorithm says of its result, by the latest held-out metrics."""
 
     @property
     def start(self) -> int:
-        """The step that the run begins after."""
+        """The step resumed from; 0 for a new run."""
         return int(self.extra.get("step", 0))
 
     @property
@@ -81,7 +83,7 @@ class Callbacks:
         self.progress.say(text)
 
     def begin(self, state: TrainState) -> TrainState:
-        """Before the first step: settings on disk, and in a new run the first evaluation."""
+        """Before the first step: write the configuration and, in a new run, evaluate at step 0."""
         self.updates, self.step = int(state.step), self.start
         self._mark("weights loaded")
         if self.start >= self.total:
@@ -95,7 +97,7 @@ class Callbacks:
         return self._evaluated(state, 0)[0]
 
     def batches(self, step: int, state: TrainState) -> Iterator[Any]:
-        """The batches of a step; collects episodes first if the algorithm acts."""
+        """The batches of one step; collects rollouts where the algorithm acts. The first one is saved as an image."""
         with self._saving_if_environments_break(state, step - 1):
             for batch in self.stream.round(step, state, lambda: bool(self.stop), self.say):
                 if self.updates == 0 and distributed.is_main():
@@ -103,7 +105,7 @@ class Callbacks:
                 yield batch
 
     def updated(self, state: TrainState, batch: Any, metrics: Mapping[str, Any]) -> None:
-        """After each update, without waiting for it."""
+        """After each update is dispatched; does not wait for the device."""
         if self.config.log_memory and not self._compiled:
             jax.block_until_ready(metrics)
             self._mark(f"step {self.step + 1}, compiled")
@@ -130,7 +132,7 @@ class Callbacks:
         if self.stopped:
             self.ending += self.saver.leave(state, step, values)
         elif self.over or self.checkpoints.due(step):
-            jax.block_until_ready(state.step)  # updates under way are training, what follows is not
+            jax.block_until_ready(state.step)  # dispatched updates count as training time, saving does not
             with self._paused():
                 self.saver.save(state, step, values)
             self.stop.warn(self.config.checkpoint.grace, self.checkpoints.seconds, self.say)
@@ -138,12 +140,12 @@ class Callbacks:
         return state
 
     def interrupted(self, state: TrainState, step: int) -> None:
-        """Asked to stop while collecting, before any update of this step."""
+        """Handle a stop request during collection, before any update of this step: save if time allows."""
         self.stopped, self.ending = True, f"interrupted while collecting for step {step}; --resume continues"
         self.ending += self.saver.leave(state, step - 1, None)
 
     def report(self, seconds: float) -> None:
-        """At the end of the run: what there is, what to do next, and why it ended."""
+        """Print the final summary: saved steps, next commands, recoveries, and why the run ended."""
         if not distributed.is_main():
             return
         console = Console(stderr=True)
@@ -151,12 +153,14 @@ class Callbacks:
             print("\n".join([said, *map(str, self.recoveries)]))
         if self.config.log_memory:
             console.print(self.memory.report(), markup=False)
+        if self.verdict and not self.stopped:
+            console.print(f"{self.config.name}/{self.config.exp_name}: {self.verdict}", markup=False, soft_wrap=True)
         if self.ending:
             console.print(f"{self.config.name}/{self.config.exp_name}: {self.ending}", markup=False, soft_wrap=True)
 
     @contextmanager
     def _saving_if_environments_break(self, state: TrainState, step: int, values: Any = None) -> Iterator[None]:
-        """If the environments fail for good, save the weights, which are fine, before the error ends the run."""
+        """Save on a fatal EnvError before it ends the run: the weights are intact."""
         try:
             yield
         except EnvError:
@@ -165,7 +169,7 @@ class Callbacks:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Time that is no training."""
+        """Exclude the time inside the context from step times and hang detection."""
         with self.log.paused(), self.watchdog.paused():
             yield
 
@@ -174,7 +178,7 @@ class Callbacks:
             self.memory.mark(label)
 
     def _logged(self, step: int) -> dict[str, float] | None:
-        """The means of the interval, where it ends with this step."""
+        """The interval's means if it ends with this step, else None; raises DivergedError on NaN."""
         own = self.stream.metrics() | ({recovered.METRIC: len(self.recoveries)} if self.recoveries else {})
         values = self.log.log(step, own, updates=self.updates, last=step == self.total)
         if values is not None:
@@ -185,13 +189,15 @@ class Callbacks:
     def _evaluated(
         self, state: TrainState, step: int, values: Any = None
     ) -> tuple[TrainState, dict[str, float] | None]:
-        """Evaluate if it is due, log and show it; the state as the algorithm leaves it when it learns the results."""
+        """Evaluate and log if due; returns the state after `agent.heard` saw the results, and the results or None."""
         if self.evaluator is None or not self.evaluator.due(step, self.total):
             return state, None
         with self._saving_if_environments_break(state, step, values) if step else nullcontext(), self._paused():
             results = self.evaluator(state, step, self.total, self.say)
             self.log.write(step, results)
             self.log.show(step, self.evaluator.shown)
+            if any(name.startswith("held_out/") for name in results):
+                self.verdict = self.agent.verdict(state, results) if step else None
             return self.agent.heard(state, results, self.say), results
 
 
@@ -205,7 +211,7 @@ def callbacks(
     evaluator: Evaluations | None,
     recoveries: Sequence[Recovery],
 ) -> Iterator[Callbacks]:
-    """Open log, progress bar, signal handlers and watchdog; at the end finish the checkpoints and report."""
+    """Open log, progress bar, signal handlers and watchdog; on exit wait for checkpoints and print the summary."""
     began, patience = time.monotonic(), Patience(config.early_stop, extra.get("patience"))
     start, total = int(extra.get("step", 0)), config.num_train_steps
     with ExitStack() as parts:
@@ -238,7 +244,7 @@ def callbacks(
 
 
 def metric_log(config: RLTrainConfig, extra: Mapping[str, Any]) -> MetricLog:
-    """Console, files and the chosen services; `extra` is what was stored beside the step that the run resumes from."""
+    """The run's metric log, continued from `extra` (that of the checkpoint resumed from)."""
     resumes = extra.get("step", 0) < config.num_train_steps
     named = f"{config.name}/{config.exp_name}"
     peak = peak_flops(jax.devices()[0].device_kind)

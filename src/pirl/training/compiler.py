@@ -13,17 +13,16 @@ TRAINING: Options = {
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     "xla_gpu_copy_insertion_use_region_analysis": True,
 }
-"""The same twice is the same to the bit, or a resumed run would not be the one that was interrupted: scatters, for one,
-may otherwise add up in any order. A loop over layers fills the memory in which it keeps things for
-the backward pass: it need not be zeroed before. And the residual that a product adds to needs no copy where it has been
-kept already.
+"""Options of training steps. Deterministic ops make runs bit-reproducible, which exact resume needs; scatters, for
+example, otherwise sum in any order. The loop over layers overwrites its buffer of saved activations completely, so the
+buffer need not be zeroed first. Region analysis avoids copying a residual that has already been saved.
 """
 TRANSFORMER: Options = {"xla_gpu_enable_triton_gemm": False}
-"""cuBLAS alone: its products write the gradients of stacked layers in place and add biases themselves, and there is
-less to choose from at compile time.
+"""cuBLAS only: its GEMMs write gradients of stacked layers in place and fuse biases, and autotuning has fewer
+candidates at compile time.
 """
 ACTING: Options = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""Kernels wait for those they read from, not for all before them. Most are small where one chunk is sampled."""
+"""Kernels wait only for their inputs, not for all earlier kernels; sampling one chunk runs many small kernels."""
 
 
 def for_training(*, transformer: bool = False) -> Options:
@@ -37,7 +36,7 @@ def for_acting() -> Options:
 
 
 def _known(wanted: Options) -> Options:
-    """On an NVIDIA GPU, those that this version of the compiler knows; elsewhere none."""
+    """The options that this XLA version accepts on an NVIDIA GPU; none elsewhere."""
     return {} if cuda_capability() is None else {name: value for name, value in wanted.items() if _accepts(name, value)}
 
 

@@ -1,6 +1,6 @@
-"""Settings of training: optimizer, schedule, devices, checkpoints, recovery. No jax here.
+"""Settings of training: optimizer, schedule, devices, checkpoints, recovery. Does not import jax.
 
-A new optimizer or schedule is one dataclass here and one function registered for it in `optim.py`.
+To add an optimizer or schedule, add a dataclass here and register a function for it in `agents/optim.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class ConstantSchedule(Checked):
     lr: NotNegative = 3e-4
     """The learning rate."""
     warmup_steps: Natural = 0
-    """Steps until it is reached; step 0 has lr / (warmup_steps + 1)."""
+    """Steps until lr is reached; step 0 has lr / (warmup_steps + 1)."""
 
 
 Schedule = CosineSchedule | RsqrtSchedule | ConstantSchedule
@@ -107,13 +107,13 @@ class MeshConfig(Checked):
 
     @property
     def size(self) -> int:
-        """The number; 1 until `auto` is resolved."""
+        """`fsdp` as a number; 1 until `auto` is resolved."""
         return 1 if self.fsdp == "auto" else self.fsdp
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest(Checked):
-    """Which checkpoints are the best."""
+    """Metric that ranks checkpoints."""
 
     metric: str = "eval/success_rate"
     """Metric logged at the saved step; a checkpoint without it, or with NaN, is never the best."""

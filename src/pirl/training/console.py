@@ -1,6 +1,6 @@
-"""Human-readable metrics: grouped by topic on a terminal, otherwise one line with the most important ones.
+"""Human-readable metrics: grouped on a terminal, otherwise one line with the most important ones.
 
-All numbers are in the run's files; the console leaves out what cannot be taken in at a glance.
+The run's files hold all numbers.
 """
 
 import textwrap
@@ -21,13 +21,13 @@ HEADLINES = (
     ),
     *("actor/grad_norm", "policy/grad_norm", "ript/grad_norm", "policy/learning_rate"),
 )
-"""The metrics of the one line, in its order; a run has some of them."""
+"""Metrics shown on the one line, in this order, where a run logs them."""
 SHOWN = 8
-"""Metrics to print of a record without a headline."""
+"""Number of metrics shown of a record without any headline metric."""
 
 
 def heading(step: int, total: int | None, seconds_per_step: float | None) -> str:
-    """`step 20/300 (0:01:10 left)`, as far as it is known."""
+    """`step 20/300 (0:01:10 left)`, without the parts that are unknown."""
     if not total:
         return f"step {step:,}"
     text = f"step {step:,}/{total:,}"
@@ -45,7 +45,7 @@ def one_line(head: str, values: Mapping[str, float]) -> str:
 
 
 def grouped(head: str, values: Mapping[str, float], width: int) -> str:
-    """The head, then a line for each group of metrics: what stands before the slash."""
+    """The head, then one line per group of metrics (the part of the name before the last slash)."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         group, _, rest = name.rpartition("/")
@@ -67,7 +67,7 @@ def grouped(head: str, values: Mapping[str, float], width: int) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits."""
+    """Three significant digits."""
     return f"{value:.3g}"
 
 

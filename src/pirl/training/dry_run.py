@@ -1,7 +1,4 @@
-"""`--dry-run`: after the checks, the plan: shapes, memory and disk of one compiled step.
-
-No frame is read and nothing is written.
-"""
+"""`--dry-run`: shapes, memory and disk of one compiled step. Reads no frames, writes nothing."""
 
 from typing import Any
 
@@ -21,7 +18,7 @@ GIB = 2**30
 
 
 def describe_run(config: RLTrainConfig, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState, update: Any) -> None:
-    """Print the state's size by part, where it lies, and what the compiled step needs."""
+    """Print the state's size by part, its placement, and the compiled step's memory, FLOPs and disk needs."""
     console = Console(markup=False, emoji=False)
     console.print(str(breakdown(shapes, fsdp=mesh.shape[FSDP_AXIS])), markup=False)
     placed = validate_fsdp_sharding(shapes, mesh)

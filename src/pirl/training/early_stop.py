@@ -7,7 +7,7 @@ from pirl.config import EarlyStop
 
 
 class Patience:
-    """Counts measurements of a metric that brought nothing; its state goes into the checkpoint."""
+    """Counts measurements without improvement; its state is checkpointed."""
 
     def __init__(self, config: EarlyStop | None, state: Mapping[str, Any] | None = None) -> None:
         self._config = config
@@ -15,7 +15,7 @@ class Patience:
         self._waited: int = (state or {}).get("waited", 0)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """The state to checkpoint."""
         return {"best": self._best, "waited": self._waited}
 
     def __str__(self) -> str:
@@ -25,7 +25,7 @@ class Patience:
         return f"{metric} was {self._best:.4g} at best, and {self._waited} times not better by {delta:g}"
 
     def exhausted(self, values: Mapping[str, float]) -> bool:
-        """Look at new measurements; True when the run should end."""
+        """Record new measurements; True if the run should end."""
         if self._config is None or self._config.metric not in values:
             return False
         sign = 1 if self._config.mode == "max" else -1

@@ -13,7 +13,7 @@ from pirl.training.shown import FOLDER
 
 
 def summary(config: RLTrainConfig, checkpoints: Checkpoints, *, start: int, step: int, seconds: float) -> str:
-    """Folder, time, a table of the saved steps, and the next commands. Empty if nothing was saved."""
+    """Folder, time, a table of saved steps, and the next commands; "" if nothing was saved."""
     metrics = {saved: checkpoints.metadata(saved).get("metrics") or {} for saved in checkpoints.all_steps()}
     if not metrics:
         return ""
@@ -32,7 +32,7 @@ def summary(config: RLTrainConfig, checkpoints: Checkpoints, *, start: int, step
 
 
 def best_step(metrics: Mapping[int, Mapping[str, float]], rule: KeepBest) -> int | None:
-    """The saved step with the best value of the metric that chooses; of equals the later one."""
+    """The saved step with the best value of `rule.metric`; ties go to the later step."""
     sign = 1 if rule.mode == "max" else -1
     scores = {
         step: sign * values[rule.metric] for step, values in metrics.items() if values.get(rule.metric) is not None
@@ -41,7 +41,7 @@ def best_step(metrics: Mapping[int, Mapping[str, float]], rule: KeepBest) -> int
 
 
 def table(metrics: Mapping[int, Mapping[str, float]], best: int | None) -> list[str]:
-    """The saved steps with the headline metrics they were saved with."""
+    """A table of saved steps with up to six headline metrics each."""
     names = [name for name in HEADLINES if any(name in values for values in metrics.values())][:6]
     rows = [("step", *names)]
     for step, values in metrics.items():
@@ -51,7 +51,7 @@ def table(metrics: Mapping[int, Mapping[str, float]], best: int | None) -> list[
 
 
 def next_commands(config: RLTrainConfig, folder: Path, step: int) -> list[str]:
-    """Look, measure, go on, hand over."""
+    """Commands to report, evaluate, continue and export the run."""
     commands = [f"pirl report {folder}"]
     if config.env is not None:
         commands.append(f"pirl eval {folder}/{step} --episodes 100")

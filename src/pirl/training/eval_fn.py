@@ -22,32 +22,32 @@ from pirl.rollout.hosts import weights_to_act
 from pirl.rollout.policy import ChunkPolicy
 
 GROUP = "eval_fn"
-"""Metrics without a slash in their names are logged under it."""
+"""Prefix of metrics whose names have no slash."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """A run at one step, as the user's function sees it."""
+    """A run at one step, passed to the user's function."""
 
     step: int
     """Steps so far; 0 before training."""
     state: TrainState
-    """All weights; on several hosts those that act, on the devices of this process. Lent: do not keep it, the next
-    update takes its memory."""
+    """All weights; with several hosts only the acting ones, on this process's devices. Do not keep it: the next update
+    donates it."""
     agent: Agent
     """The algorithm."""
     config: RLTrainConfig
     """The run's configuration."""
     policy: ChunkPolicy
-    """Acts with these weights: `policy.plan` answers several environments at once."""
+    """Acts with these weights; `policy.plan` takes several environments at once."""
 
     def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """The policy's chunk for one observation (in the robot's own keys), in the robot's units."""
+        """The chunk for one observation (in the robot's own keys), in robot units."""
         return self.policy.use(self.state, jax.random.key(seed)).plan({0: observation}, {0: (0, 0)})[0]
 
 
 EvalFn = Callable[[Snapshot], Mapping[str, float]]
-"""The user's function: numbers by name."""
+"""The user's function; returns numbers by name."""
 
 
 class UserEvaluation:
@@ -61,11 +61,11 @@ class UserEvaluation:
 
     @property
     def interval(self) -> int:
-        """As often as the run evaluates otherwise."""
+        """`evaluation.interval`, or `held_out.interval` without evaluation."""
         return (self._config.evaluation or self._config.held_out).interval
 
     def __call__(self, state: TrainState, step: int, say: Say = lambda _: None) -> dict[str, float]:
-        """Its numbers, for the log."""
+        """Call the function; returns its numbers as metrics."""
         say(f"calling {_name(self._function)}")
         state = weights_to_act(state)
         policy = self._policy.use(state, jax.random.key(0))
@@ -76,12 +76,12 @@ class UserEvaluation:
         finally:
             self._policy.use(None, jax.random.key(0))
         metrics = checked(found, _name(self._function))
-        # Training may react to them, and clocks and sums differ between hosts: those of process 0 count.
+        # Training may depend on the metrics and hosts may compute different ones: all use those of process 0.
         return metrics if jax.process_count() == 1 else Meeting("eval_fn").gather(metrics)[0]
 
 
 def checked(found: Any, name: str) -> dict[str, float]:
-    """The function's result as metrics."""
+    """The function's result as metrics, `eval_fn/` prefixed; non-finite values are dropped, other types raise."""
     if not isinstance(found, Mapping):
         raise ConfigError(
             f"eval_fn {name} returned {type(found).__name__}, expected numbers by name",
@@ -98,9 +98,9 @@ def checked(found: Any, name: str) -> dict[str, float]:
 
 
 def find_eval_fn(named: str) -> EvalFn:
-    """The function that `module:function` names. Its module is imported only if the user trusts it by name.
+    """Import the function named `module:function`, if the user has trusted that name.
 
-    A configuration may come from someone else, and its function would run with the user's rights.
+    A configuration may come from someone else, and importing runs its code with the user's rights.
     """
     trust.check({"eval_fn": named}, source="the configuration")
     found = trust.load_object(named, what="eval_fn")

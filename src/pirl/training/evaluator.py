@@ -1,4 +1,4 @@
-"""Measurements during training: success in the environment, held-out metrics, the user's own function."""
+"""Evaluations during training: success in the environment, held-out metrics, the user's `eval_fn`."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Measurement(Protocol):
         """Steps between measurements."""
 
     def __call__(self, state: TrainState, step: int, say: Say) -> dict[str, float]:
-        """Metrics by name. The state is only lent: the next update takes its memory."""
+        """Metrics by name. Do not keep the state: the next update donates it."""
 
 
 class Evaluations:
@@ -47,20 +47,20 @@ class Evaluations:
 
     @property
     def hold_out(self) -> bool:
-        """Are episodes kept apart to measure on?"""
+        """Whether the run measures on held-out episodes."""
         return any(isinstance(part, HeldOut) for part in self.parts)
 
     def due(self, step: int, total: int) -> bool:
-        """Whether one of them is due. At the last step all are."""
+        """Whether any measurement is due; at the last step all are."""
         return bool(self._due(step, total))
 
     @property
     def shown(self) -> Shown | None:
-        """Films and states of the last call."""
+        """Films and solved states of the last call, if it evaluated in the environment."""
         return next((part.shown for part in self._last if isinstance(part, Evaluator)), None)
 
     def __call__(self, state: TrainState, step: int, total: int, say: Say = lambda _: None) -> dict[str, float]:
-        """The metrics of all measurements that are due."""
+        """Metrics of all due measurements."""
         self._last = self._due(step, total)
         metrics: dict[str, float] = {}
         for part in self._last:
@@ -72,9 +72,7 @@ class Evaluations:
 
 
 class Evaluator:
-    """Success from always the same initial states: `eval/...` metrics. The same noise each time, so that differences
-    are the policy's.
-    """
+    """Success from fixed initial states: `eval/...` metrics. Noise is fixed too, so only the policy changes results."""
 
     def __init__(
         self,
@@ -87,12 +85,12 @@ class Evaluator:
         folder: Path | None = None,
         make: Callable[[], RobotEnv] | None = None,
     ) -> None:
-        """Films go below `folder`, acted again in what `make` gives; without it they show what the policy saw."""
+        """Films go below `folder`, replayed in an environment from `make`; without it they show the policy's images."""
         self._pool, self._policy, self._config, self._key, self._retries = pool, policy, config, key, retries
         self._folder, self._make = folder, make
         self._solved: dict[Context, bool] = {}
         self.shown: Shown | None = None
-        """Films and states of the last evaluation."""
+        """Films and solved states of the last evaluation."""
         self.contexts = fixed_contexts(pool.info, config.episodes, config.split)
 
     @property
@@ -101,7 +99,7 @@ class Evaluator:
         return self._config.interval
 
     def __call__(self, state: TrainState, step: int, say: Say = lambda _: None) -> dict[str, float]:
-        """Success rate and more, for the log."""
+        """Evaluate; returns `eval/...` metrics."""
         say(f"evaluating {self._config.episodes} episodes")
         try:
             policy = self._policy.use(weights_to_act(state), self._key)
@@ -127,7 +125,7 @@ class Evaluator:
         return metrics
 
     def _film(self, rollouts: Sequence[Rollout], folder: Path) -> dict[str, Any]:
-        """Films and their strip; a film is never worth a run."""
+        """Write films and their strip; errors only warn, so that films never fail a run."""
         try:
             env = self._make() if self._make else None
             try:

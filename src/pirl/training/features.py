@@ -1,4 +1,4 @@
-"""Features of observations: the policy's prefix features, pooled over tokens, and the state."""
+"""Feature vectors of observations: the policy's prefix features pooled over tokens, and the state."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -21,12 +21,12 @@ _BATCH = 16
 
 
 def features(agent: Agent, state: TrainState, observation: Observation) -> Float[Array, "B D"]:
-    """Mean and largest of the real tokens' features, and the state."""
+    """Mean and maximum over the unmasked tokens' features, concatenated with the state."""
     return pooled(CriticInputs.of(agent.policy.encode(state.policy, observation)))
 
 
 def pooled(inputs: CriticInputs) -> Float[Array, "B D"]:
-    """The same, of what was encoded."""
+    """`features` of an encoded observation; the state alone without token features."""
     if inputs.features is None or inputs.mask is None:
         return inputs.state
     tokens, real = inputs.features.astype(jnp.float32), inputs.mask[..., None]
@@ -36,7 +36,7 @@ def pooled(inputs: CriticInputs) -> Float[Array, "B D"]:
 
 
 class Features:
-    """One checkpoint, for any number of observations; compiled once."""
+    """Features from one checkpoint for any number of observations; compiled once, in batches of 16."""
 
     def __init__(self, acting: Acting) -> None:
         self.transform = acting.policy.transform
@@ -49,7 +49,7 @@ class Features:
         self._program = jax.jit(program, compiler_options=compiler.for_acting() or None)
 
     def of(self, seen: Iterable[dict[str, Any]]) -> Float[np.ndarray, "N D"]:
-        """A row for each observation, in the robot's own keys."""
+        """One row per observation; observations have the robot's own keys."""
         rest = iter(seen)
         return np.concatenate([self._run(part) for part in iter(lambda: list(islice(rest, _BATCH)), [])])
 

@@ -1,8 +1,8 @@
 """Offline metrics of an agent on held-out episodes, always on the same rows with the same noise.
 
-One program, compiled once, computes everything that needs the networks: flow loss, the policy's chunk and, for agents
-with a critic, the values of the recorded chunk and of the policy's candidates. `Measured` turns rows into metrics.
-They depend on weights and data alone: a checkpoint gives the same numbers during training and afterwards.
+One jitted program computes all network outputs: flow loss, the policy's chunk and, for agents with a critic, the
+values of the recorded chunk and of the policy's candidates. `Measured` turns rows into metrics. Metrics depend only on
+weights and data: a checkpoint gives the same numbers during training and afterwards.
 """
 
 from dataclasses import replace
@@ -35,12 +35,12 @@ from pirl.training.held_out_metrics import returns_to_go
 from pirl.training.measured import Measured
 
 FLOW_DRAWS = 4
-"""Flow times per chunk: the loss at a single one is mostly noise."""
+"""Flow times per chunk; the loss at a single time is mostly noise."""
 BATCH_SIZE = 32
 
 
 class HeldOut:
-    """Calls return `held_out/...` metrics, and keep the details in a file."""
+    """Computes `held_out/...` metrics and writes the details to a file."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HeldOut:
         key: jax.Array,
         file: Path | None = None,
     ) -> None:
-        """`loader` makes the batches of `source`; its batch size divides evenly over the mesh."""
+        """`loader` makes batches of `source`; its batch size is a multiple of the mesh's size."""
         self._agent, self._transform, self._loader = agent, transform, loader
         self._values = agent.q_values if agent.config.learns_values else None
         self._config, self._discount, self._flow_steps = config, discount, flow_steps
@@ -83,11 +83,11 @@ class HeldOut:
 
     @property
     def programs(self) -> int:
-        """How many were compiled: one."""
+        """Number of compiled programs (1)."""
         return int(getattr(self._program, "_cache_size")())  # noqa: B009
 
     def __call__(self, state: TrainState, step: int, say: Say = lambda _: None) -> dict[str, float]:
-        """Numbers for the log; the details go into the file."""
+        """Measure; returns metrics and writes the details to the file."""
         say(f"measuring {len(self._episode)} held-out rows")
         measured = self.measure(state)
         metrics = measured.metrics()
@@ -98,7 +98,7 @@ class HeldOut:
         return metrics
 
     def measure(self, state: TrainState) -> Measured:
-        """Everything, row by row."""
+        """Per-row results for these weights."""
         table, size = self._resident.table, self._loader.batch_size
         rows = table.starts[self._episode] + self._step
         count = len(rows)
@@ -117,7 +117,7 @@ class HeldOut:
         return self._measured(rows, found)
 
     def _measured(self, rows: np.ndarray, found: dict[str, np.ndarray]) -> Measured:
-        """Join the networks' outputs with the episodes' outcomes and returns."""
+        """Join network outputs with the episodes' outcomes and returns."""
         table, robot = self._resident.table, self._transform.robot
         chunk, dims = found.pop("chunk"), robot.action_dim
         recorded, valid = found.pop("actions"), found.pop("valid")
@@ -146,7 +146,7 @@ class HeldOut:
         )
 
     def _measure(self, state: TrainState, batch: Any, keys: Key[Array, "B"]) -> dict[str, Array]:
-        """The networks' outputs for one batch of rows."""
+        """Network outputs for one batch of rows; each row has its own key, so results do not depend on batching."""
         act, flowing, sampling = (jax.vmap(lambda key, k=k: jax.random.fold_in(key, k))(keys) for k in range(3))
         here = Observation.from_dict(batch["observations"])
         actions, valid = batch["actions"], batch["valid"]
@@ -195,7 +195,7 @@ class HeldOut:
 
 
 def _draw(key: Array, actions: Float[Array, "H A"]) -> flow.Draws:
-    """The points of the flow of one row: they depend on its key alone."""
+    """Flow noise and times for one row, from its key alone."""
     noise_key, time_key = jax.random.split(key)
     drawn = flow.draw(noise_key, time_key, actions[None], FLOW_DRAWS)
     return flow.Draws(drawn.noise[0], drawn.time[0])

@@ -1,6 +1,6 @@
 """Metrics of a critic and a policy on held-out episodes. Pure functions of NumPy arrays.
 
-    R_t   = r_t + γ·R_{t+1}                              return to go; after a cut that failed, what the last step cost
+    R_t   = r_t + γ·R_{t+1}                              return to go; after a failed cut, min(r_last, 0) / (1 - γ)
     AUC   = P(Q(success) > Q(failure))                   over pairs at the same phase of their episodes, ties one half
     ρ     = corr(rank Q, rank R)                         Spearman, ties share their mean rank
     ECE   = Σ_b n_b/n |mean_b Q - mean_b R|              over bins b of equally many rows, by Q
@@ -28,8 +28,8 @@ def returns_to_go(
 ) -> Float[Array, "T"]:
     """The discounted return from each step on; NaN if the recording was cut and its outcome is unknown.
 
-    A failure that was cut is known to have come to nothing: it earns no more, and pays for ever what its last step
-    cost. So a time-out ranks below a success, with sparse rewards as with step penalties.
+    A failed episode that was cut earns nothing more and pays its last step's cost forever. So a time-out ranks below a
+    success, both with sparse rewards and with step penalties.
     """
     found = np.empty(len(rewards), np.float64)
     after_cut = min(float(rewards[-1]), 0.0) / (1 - discount) if success is False else math.nan
@@ -41,7 +41,7 @@ def returns_to_go(
 
 
 def ranks(x: Float[Array, "n"]) -> Float[Array, "n"]:
-    """Rank of each number from 0; equal ones share the mean of theirs."""
+    """Ranks from 0; ties share their mean rank."""
     _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
     first = np.cumsum(counts) - counts
     found: Array = (first + (counts - 1) / 2)[which]
@@ -49,7 +49,7 @@ def ranks(x: Float[Array, "n"]) -> Float[Array, "n"]:
 
 
 def rank_correlation(x: Float[Array, "n"], y: Float[Array, "n"]) -> float:
-    """Spearman's ρ; NaN where one of them does not vary."""
+    """Spearman's ρ; NaN if x or y is constant."""
     if len(x) < 2:
         return math.nan
     a, b = ranks(x), ranks(y)
@@ -59,20 +59,20 @@ def rank_correlation(x: Float[Array, "n"], y: Float[Array, "n"]) -> float:
 
 
 def rank_correlation_by_chance(episodes: int) -> float:
-    """95th percentile of the rank correlation of an uninformed critic, for this many episodes."""
+    """95th percentile of an uninformed critic's rank correlation over this many episodes."""
     return min(_ONE_SIDED_95 / math.sqrt(episodes - 1), 1.0) if episodes > 1 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AUC:
-    """How often the value of a success is above that of a failure at the same phase."""
+    """Probability that a success's value exceeds a failure's at the same phase."""
 
     value: float
-    """Over all pairs of one phase; NaN without any."""
+    """Over all pairs that share a phase; NaN without any."""
     by_phase: tuple[float, ...]
-    """In each phase alone."""
+    """Within each phase."""
     by_chance: float
-    """95th percentile of an uninformed critic's AUC, for this many episodes."""
+    """95th percentile of an uninformed critic's AUC over this many episodes."""
 
 
 def auc(
@@ -82,7 +82,7 @@ def auc(
     phase: Int[Array, "n"],
     phases: int,
 ) -> AUC:
-    """Compare rows of successes with rows of failures, within each phase (numbers below `phases`)."""
+    """Compare rows of successes with rows of failures within each phase (0 to `phases` - 1)."""
     won, pairs = np.zeros(phases), np.zeros(phases)
     for number in range(phases):
         good, bad = (q[(phase == number) & kind] for kind in (success, ~success))
@@ -98,7 +98,7 @@ def auc(
 
 
 def auc_by_chance(successes: int, failures: int) -> float:
-    """0.5 and 1.64 standard deviations of the rank-sum statistic (Mann-Whitney), at most 1."""
+    """0.5 + 1.64 standard deviations of the rank-sum statistic (Mann-Whitney), at most 1."""
     if not successes or not failures:
         return 1.0
     return min(0.5 + _ONE_SIDED_95 * math.sqrt((successes + failures + 1) / (12 * successes * failures)), 1.0)
@@ -106,17 +106,17 @@ def auc_by_chance(successes: int, failures: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Rows of similar value."""
+    """Rows of similar predicted value."""
 
     predicted: float
-    """Their mean value."""
+    """Mean value."""
     returned: float
-    """Their mean return."""
+    """Mean return."""
     count: int
 
 
 def calibration(q: Float[Array, "n"], returns: Float[Array, "n"], bins: int = 10) -> tuple[Bin, ...]:
-    """Bins of equally many rows, by their value."""
+    """Bins of equally many rows, sorted by value."""
     parts = np.array_split(np.argsort(q, kind="stable"), min(bins, max(len(q), 1)))
     return tuple(
         Bin(predicted=float(q[part].mean()), returned=float(returns[part].mean()), count=len(part))
@@ -126,7 +126,7 @@ def calibration(q: Float[Array, "n"], returns: Float[Array, "n"], bins: int = 10
 
 
 def calibration_gap(bins: tuple[Bin, ...]) -> float:
-    """Mean distance of value and return over the bins; NaN without any."""
+    """Mean |value - return| over the bins, weighted by rows (ECE); NaN without any."""
     total = sum(one.count for one in bins)
     return sum(one.count * abs(one.predicted - one.returned) for one in bins) / total if total else math.nan
 
@@ -134,7 +134,7 @@ def calibration_gap(bins: tuple[Bin, ...]) -> float:
 def masked_means(
     error: Float[Array, "n H A"], valid: Float[Array, "n H"]
 ) -> tuple[float, Float[Array, "A"], Float[Array, "H"]]:
-    """(mean of all, of each dimension, of each step) over the steps inside their episodes; NaN where there are none."""
+    """(overall mean, mean per dimension, mean per step) of the error over valid steps; NaN without any."""
     weight = valid[..., None]
     total = (error * weight).sum((0, 1))
     steps = (error.mean(-1) * valid).sum(0)
@@ -156,7 +156,7 @@ class PairedDifference:
 
 
 def paired_difference(this: Float[Array, "n"], other: Float[Array, "n"], episode: Int[Array, "n"]) -> PairedDifference:
-    """The mean over episodes of their mean difference; the interval treats episodes, not rows, as independent."""
+    """Mean over episodes of each episode's mean difference; the interval treats episodes, not rows, as independent."""
     apart = this - other
     each = np.array([apart[episode == number].mean() for number in np.unique(episode)])
     mean = float(each.mean()) if len(each) else math.nan

@@ -11,18 +11,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 ROOM = 1.5
-"""A checkpoint may take this much longer than the one before."""
+"""Safety factor: a checkpoint may take this many times as long as the last one."""
 SECONDS, MOST_STEPS = 2.0, 50
-"""Hosts ask each other about this often, but at least once in so many steps: asking waits for all of them."""
+"""Hosts synchronise stop requests about every SECONDS, at most MOST_STEPS steps apart; each exchange blocks all."""
 
 
 class StopRequest:
-    """Has anybody asked the run to stop?"""
+    """Whether the run was asked to stop, and when."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signal: signal.Signals | None = None
         self.at: float | None = None
-        """When it came."""
+        """Clock time of the signal."""
         self._clock, self._warned = clock, False
         self._last: tuple[int, float] | None = None
         self._next = 0
@@ -31,7 +31,7 @@ class StopRequest:
         return self.signal is not None
 
     def time_to_save(self, grace: float | None, seconds: float | None) -> bool:
-        """Is there time for a checkpoint, if the last one took so many seconds? All hosts get the same answer."""
+        """Whether a save fits into the rest of `grace`, given that the last took `seconds`. Equal on all hosts."""
         if grace is None:
             return True
         left = grace if self.at is None else grace - (self._clock() - self.at)
@@ -42,7 +42,7 @@ class StopRequest:
         return took <= left
 
     def warn(self, grace: float | None, seconds: float | None, say: Callable[[str], None]) -> None:
-        """Say once that a checkpoint does not fit into the time that SIGTERM leaves."""
+        """Warn once if saving takes longer than `grace`, so that SIGTERM leaves no time to save."""
         if self._warned or grace is None or seconds is None or ROOM * seconds <= grace:
             return
         self._warned = True
@@ -52,13 +52,13 @@ class StopRequest:
         )
 
     def note(self, number: int) -> None:
-        """It came now."""
+        """Record a signal that arrives now."""
         self.signal, self.at = signal.Signals(number), self._clock()
 
     def agreed(self, step: int) -> bool:
-        """Has any host been asked? All hosts get the same answer after the same step, so all stop there.
+        """Whether any host was asked to stop. All hosts get the same answer at the same step, so all stop there.
 
-        When they ask next follows from the pace of the slowest, which all of them know: no host asks alone.
+        The next step at which they exchange follows from the slowest host's pace, which all know: no host waits alone.
         """
         if jax.process_count() == 1:
             return bool(self)

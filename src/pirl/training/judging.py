@@ -1,4 +1,4 @@
-"""Held-out metrics of saved checkpoints: the metrics that training logs, for one checkpoint or two."""
+"""Held-out metrics of saved checkpoints, as training logs them; for one checkpoint or a paired comparison of two."""
 
 import warnings
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from pirl.training.measured import Measured
 
 
 def judged_data(config: RLTrainConfig, named: Sequence[str]) -> tuple[DataConfig, bool]:
-    """(the datasets to measure on, are they those of training?). Without names they are the run's own."""
+    """(datasets to measure on, whether all are training datasets). Without names: the run's own."""
     own = config.data
     names = tuple(named) or own.repo_ids
     if not names:
@@ -32,13 +32,13 @@ def judged_data(config: RLTrainConfig, named: Sequence[str]) -> tuple[DataConfig
     trained = set(names) <= set(own.repo_ids)
     files = dict(zip(own.repo_ids, own.success_files, strict=True))
     labels = tuple(files.get(name) or "none" for name in names)
-    # Decode what is asked for, not whole datasets; frames that are on disk already are used from there.
+    # Decode only the episodes needed, not whole datasets; frames cached on disk are used.
     data = replace(own, repo_ids=names, weights=None, success_file=labels if set(labels) != {"none"} else None)
     return replace(data, cache="pool", episodes_per_memory_pool=own.episodes_per_memory_pool or 64), trained
 
 
 def judged_episodes(config: RLTrainConfig, data: DataConfig, *, trained: bool, image_size: int) -> EpisodeSource:
-    """The held-out episodes of the run's own datasets; of others all of them."""
+    """The held-out episodes of the run's own datasets (all, with a warning, if it held none out); all of others."""
     robot = config.robot
     if not trained:
         return create_source(data, robot, image_size=image_size)
@@ -54,7 +54,7 @@ def judged_episodes(config: RLTrainConfig, data: DataConfig, *, trained: bool, i
 
 
 def judge(found: Found, data: DataConfig, *, trained: bool) -> Measured:
-    """Load a checkpoint, with its critic where it has one, and measure it. Its weights are freed at the end."""
+    """Load a checkpoint, with its critic if stored, and measure it. The weights are freed afterwards."""
     config, folder = found.config, found.folder
     agent, transform, mesh = build_agent(config), checkpoint_transform(folder, config), acting_mesh(config)
     groups = agent.acting_groups(config.rollout.best_of)
@@ -74,7 +74,7 @@ def judge(found: Found, data: DataConfig, *, trained: bool) -> Measured:
 
 
 def comparison(this: Measured, other: Measured) -> dict[str, Any]:
-    """The one minus the other on the same rows, with intervals over episodes, successes and failures apart."""
+    """Paired differences `this` - `other` on the same rows, with intervals over episodes; failures separately."""
     kinds = {"not_failed": this.outcome != 0, "failures": this.outcome == 0}
     found: dict[str, Any] = {}
     for name, a, b in (
@@ -91,7 +91,7 @@ def comparison(this: Measured, other: Measured) -> dict[str, Any]:
 
 
 def check_comparable(this: Found, other: Found) -> None:
-    """Refuse two checkpoints whose errors are not in the same units."""
+    """Raise unless both checkpoints have the same horizon and norm stats, so that errors share units."""
     stats = [checkpoint_transform(Path(one.folder), one.config).norm_stats for one in (this, other)]
     same = all(
         np.array_equal(getattr(stats[0][key], name), getattr(stats[1][key], name))

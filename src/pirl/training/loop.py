@@ -1,4 +1,4 @@
-"""The training loop: one for every algorithm, from one device to many hosts, bit-exact on resume."""
+"""The training loop, shared by all algorithms; runs on one device or many hosts and resumes bit-exactly."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +16,7 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import to_dict
 from pirl.data.assets import named_asset
 from pirl.parallel import distributed
+from pirl.parallel.failures import all_alive
 from pirl.parallel.sharding import make_mesh, sharded_shapes, state_shardings
 from pirl.planning.choices import with_choices
 from pirl.planning.plan import batch_shapes
@@ -35,7 +36,7 @@ EXPECTED_CHANGES = (
     *("debug_nans", "log_memory", "watchdog", "recovery", "evaluation.films", "evaluation.films_kept"),
     *("rollout.backend", "rollout.num_workers", "rollout.worker_timeout", "rollout.worker_start_timeout"),
 )
-"""Settings that may change when a run resumes: none of them changes an update."""
+"""Settings that may differ on resume: none of them affects an update."""
 
 
 def train(
@@ -49,22 +50,22 @@ def train(
 ) -> int:
     """Train as configured; returns the exit code: 0 done, 130 interrupted after a final checkpoint.
 
-    `resume` continues the run; with `fresh_if_missing` it starts one that has no checkpoint yet. `eval_fn` is called
-    at evaluation intervals, its numbers are logged; by default it is the one that `config.eval_fn` names.
+    `resume` continues the run; with `fresh_if_missing` a run without a checkpoint starts from scratch. `eval_fn`
+    (default: the function `config.eval_fn` names) is called at evaluation intervals and its metrics are logged.
     """
     if eval_fn is None and config.eval_fn is not None:
         eval_fn = find_eval_fn(config.eval_fn)
     distributed.initialize()
-    mesh = make_mesh(config.mesh.size)
-    modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
-    init_key, train_key = jax.random.split(jax.random.key(config.seed))
-    agent = build_agent(config)
-    shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
-    preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
-    chosen = with_choices(config)
-    agent, transform, mesh = build_agent(chosen), build_transform(config), make_mesh(chosen.mesh.size)
-    shapes = sharded_shapes(mesh, shapes)
-    with distributed.all_alive(), ExitStack() as parts:
+    with all_alive(), ExitStack() as parts:
+        mesh = make_mesh(config.mesh.size)
+        modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
+        init_key, train_key = jax.random.split(jax.random.key(config.seed))
+        agent = build_agent(config)
+        shapes = sharded_shapes(mesh, jax.eval_shape(agent.init, init_key))
+        preflight.check(config, agent, mesh, shapes, own_metrics=eval_fn is not None, **modes)
+        chosen = with_choices(config)
+        agent, transform, mesh = build_agent(chosen), build_transform(config), make_mesh(chosen.mesh.size)
+        shapes = sharded_shapes(mesh, shapes)
         parts.enter_context(jax.debug_nans(config.debug_nans))
         update = parts.enter_context(Step(agent, mesh, shapes))
         if dry_run:
@@ -75,7 +76,7 @@ def train(
         stream, evaluator = parts.enter_context(build_acting(config, agent, transform, mesh, eval_fn))
         gone_back = recovered.read(config.run_dir) if resume else ()
         going_on = prepare_directory(config.run_dir, **modes)
-        if going_on:  # before anything in the folder is changed
+        if going_on:  # check before the folder changes
             with Checkpoints(config.run_dir, config.checkpoint, read_only=True) as saved:
                 check_compatible(saved.metadata().get("config", {}), to_dict(config), ignore=EXPECTED_CHANGES)
         elif distributed.is_main():
@@ -125,7 +126,7 @@ def run(
 def initial_state(
     config: RLTrainConfig, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState, key: jax.Array
 ) -> TrainState:
-    """A fresh state, made in its shards: no device ever holds the whole, and nothing is built twice."""
+    """A fresh state, initialised directly into its shards; no device ever holds it whole. Donates loaded weights."""
     weights = load_policy(config, mesh, key)
     make = jax.jit(agent.init, out_shardings=state_shardings(mesh, shapes), donate_argnums=1)
     return make(key, weights)

@@ -1,4 +1,4 @@
-"""Results on held-out rows: metrics for the log, and details for files, tables and reports."""
+"""Per-row results on held-out episodes: as metrics for the log, and as details for files and reports."""
 
 import math
 from collections.abc import Mapping
@@ -27,33 +27,33 @@ AUC_OF_PHASES = (
     "held_out/auc_phase_4",
     "held_out/auc_phase_5",
 )
-"""Equal parts of an episode, in which successes are compared with failures."""
+"""AUC within each fifth of an episode."""
 PHASES = len(AUC_OF_PHASES)
 FILE = "held_out.json"
-"""In a run's folder: the latest measurement."""
+"""File in the run's folder with the latest measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """Per-row results. Values come from the acting weights and are means over the ensemble."""
+    """Per-row results. Values come from the acting weights and are ensemble means."""
 
     episode: Int[Array, "n"]
-    """Which episode of the data it is of."""
+    """Episode number in the dataset."""
     step: Int[Array, "n"]
     length: Int[Array, "n"]
-    """Steps of its episode."""
+    """Number of steps of the episode."""
     outcome: Int[Array, "n"]
     """1 success, 0 failure, -1 unlabelled."""
     returns: Float[Array, "n"]
-    """Returns to go, cut failures included; NaN if unknown."""
+    """Returns to go, including failures that were cut; NaN if unknown."""
     ended: Bool[Array, "n"]
-    """Whether the task ended, so that the return is exact."""
+    """Whether the task ended, so the return is exact."""
     error: Float[Array, "n H A"]
     """|planned - recorded|, in the model's normalised units."""
     robot_error: Float[Array, "n H A"]
-    """The same in the robot's units."""
+    """|planned - recorded| in robot units."""
     valid: Float[Array, "n H"]
-    """1 inside the episode."""
+    """1 inside the episode, else 0."""
     numbers: Mapping[str, Float[Array, "n"]]
     """Network outputs: `flow_loss`, and with a critic `q`, `q_spread`, `td_error`, ..."""
 
@@ -64,24 +64,24 @@ class Measured:
 
     @property
     def action_error(self) -> Float[Array, "n"]:
-        """Error of each row, averaged over the steps inside its episode."""
+        """Mean normalised error per row, over dimensions and steps inside the episode."""
         total: Array = (self.error.mean(2) * self.valid).sum(1) / np.maximum(self.valid.sum(1), 1)
         return total
 
     @property
     def auc(self) -> AUC:
-        """Successes against failures."""
+        """AUC of successes against failures."""
         known = self.outcome >= 0
         phase = np.minimum(self.step * PHASES // self.length, PHASES - 1)
         return auc(self.numbers["q"][known], self.outcome[known] == 1, self.episode[known], phase[known], PHASES)
 
     @property
     def calibration(self) -> tuple[Bin, ...]:
-        """Values against returns, where the task ended."""
+        """Bins of values against returns, over rows whose task ended."""
         return calibration(self.numbers["q"][self.ended], self.returns[self.ended])
 
     def metrics(self) -> dict[str, float]:
-        """For the log; metrics that these episodes do not determine are left out."""
+        """Metrics for the log, without those that are undefined on these episodes."""
         return {name: float(value) for name, value in self._all().items() if math.isfinite(value)}
 
     def _all(self) -> dict[str, float]:
@@ -124,7 +124,7 @@ class Measured:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything a report draws, as plain values; unknown values are null."""
+        """Everything a report draws, as JSON; unknown values are null."""
         details: dict[str, Any] = {
             "metrics": self.metrics(),
             "rows": len(self.step),
@@ -139,7 +139,7 @@ class Measured:
         return details
 
     def samples(self) -> dict[str, list[Any]]:
-        """Every number of every row, by column: which sample has which loss."""
+        """All per-row numbers as columns, to find the samples with large losses."""
         index = {"episode": self.episode, "step": self.step, "outcome": self.outcome, "return": self.returns}
         return {
             name: x.tolist() for name, x in (index | {"action_error": self.action_error} | dict(self.numbers)).items()
@@ -166,7 +166,7 @@ class Measured:
 
 
 def metric_names(*, values: bool) -> set[str]:
-    """The metrics a measurement may log, for an agent with values or without."""
+    """Names of all metrics a measurement may log, for an agent with or without a critic."""
     row, said = np.zeros(1), ("q_spread", "td_error", "candidate_mean", "candidate_best", "candidate_error")
     names = ("q", *said, "chosen_error", "learns") if values else ()
     whole, one = np.zeros(1, np.int64), np.zeros((1, 1, 1))

@@ -1,8 +1,8 @@
 """Metrics of a run: accumulated on the device without blocking, written once per interval, checked for NaN.
 
-`MetricLog.gather` is called after every update with the scalars that `Agent.update` returned. It keeps the device
-arrays and returns at once, so the next update is dispatched while this one runs. Every `interval` steps (`log`) all of
-them are fetched in one transfer, averaged, and handed to the sinks.
+`MetricLog.gather` takes the scalars of every `Agent.update`. It keeps the device arrays and returns at once, so the
+next update is dispatched while this one runs. Every `interval` steps `log` fetches all of them in one transfer,
+averages them and passes them to the sinks.
 """
 
 import math
@@ -34,20 +34,20 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-"""Dense bfloat16 FLOP/s as the makers state them, by a part of jax's `device_kind`; the first that matches counts."""
+"""Vendors' dense bfloat16 peak FLOP/s, keyed by a substring of jax's `device_kind`; the first match wins."""
 
 
 class DivergedError(PirlError):
-    """A metric is not finite; training on would only spoil the checkpoints."""
+    """A metric or weight is not finite; further checkpoints would be useless."""
 
     def __init__(self, message: str, *, hint: str = "", step: int = 0) -> None:
         super().__init__(message, hint=hint)
         self.step = step
-        """The step after which it was noticed."""
+        """The step after which it was detected."""
 
 
 def check_finite(values: Mapping[str, float | Sequence[float]], *, step: int) -> None:
-    """Raise if any value, or one of several of a metric, is NaN or infinite, naming the step and the metrics."""
+    """Raise DivergedError, naming step and metrics, if any value (or entry of a list of values) is NaN or infinite."""
     found = {name: [v for v in np.ravel(value).tolist() if not math.isfinite(v)] for name, value in values.items()}
     bad = ", ".join(f"{name} = {wrong[0]}" for name, wrong in sorted(found.items()) if wrong)
     if bad:
@@ -55,7 +55,7 @@ def check_finite(values: Mapping[str, float | Sequence[float]], *, step: int) ->
 
 
 def check_state(state: Any, *, step: int) -> None:
-    """Raise if a number of the training state is NaN or infinite; its metrics describe the state before the update."""
+    """Raise DivergedError if the state holds NaN or infinity; metrics only describe the state before the update."""
     finite = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(state)))
     if bad := [jax.tree_util.keystr(path, simple=True, separator="/") for path, whole in finite if not whole]:
         raise _diverged(f"after step {step} {len(bad)} of {len(finite)} arrays are not finite\n{listing(bad)}", step)
@@ -76,12 +76,12 @@ def _diverged(how: str, step: int) -> DivergedError:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """FLOP/s one device could reach, where its kind is known."""
+    """Peak FLOP/s of one device; None for an unknown kind."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
 
 
 class Timers:
-    """Speed of the steps between two readings. The very first step, which compiles, is left out."""
+    """Step speed between two readings, excluding the first step, which compiles."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Timers:
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`flops_per_step` and `peak_flops` are of all devices together; without either there is no MFU."""
+        """`flops_per_step` and `peak_flops` are summed over devices; MFU is only reported if both are known."""
         self._batch_size, self._flops, self._peak, self._clock = batch_size, flops_per_step, peak_flops, clock
         self._count: Callable[[], int | float] | None = None
         self._start: float | None = None
@@ -100,14 +100,14 @@ class Timers:
         self._paused = 0.0
 
     def count_flops(self, count: Callable[[], int | float]) -> None:
-        """How to count a step's operations, once its shapes are known. Counting is slow: it runs when MFU is first
-        logged, not before the first step, and not at all on devices without a known peak.
+        """Register a function that counts a step's FLOPs. Counting is slow, so it runs when MFU is first logged, and
+        never on devices without a known peak.
         """
         if self._peak is not None and self._flops is None:
             self._count = self._count or count
 
     def tick(self) -> None:
-        """One more step is done (or dispatched)."""
+        """Count one dispatched step."""
         if self._compiled:
             self._steps += 1
         else:
@@ -115,7 +115,7 @@ class Timers:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is no training: evaluation, or waiting for a checkpoint."""
+        """Exclude the time inside the context, such as evaluation or saving."""
         begin = self._clock()
         try:
             yield
@@ -123,11 +123,11 @@ class Timers:
             self._paused += self._clock() - begin
 
     def read(self) -> dict[str, float]:
-        """Speed since the last reading; to be called when the device has caught up."""
+        """Speed since the last reading; call it after waiting for the device."""
         values: dict[str, float] = {}
         now = self._clock()
         elapsed = 0.0 if self._start is None else now - self._start - self._paused
-        if elapsed > 0:  # also where rollouts taught nothing, and no step was made
+        if elapsed > 0:  # also for an interval without updates (no useful rollouts)
             values["time/seconds"] = elapsed
         if self._steps and elapsed > 0:
             values |= {
@@ -143,10 +143,10 @@ class Timers:
 
 
 class MetricLog:
-    """Gathers scalars, writes their means. On all processes alike, but only the main one has sinks.
+    """Gathers scalars and writes their means. Runs on all processes; only the main one has sinks.
 
-    Everything outside `time/` and `memory/` is a function of the run alone: a run that was resumed with `resume_step`
-    and the `pending` of its checkpoint leaves the same records as one that was never interrupted.
+    Everything outside `time/` and `memory/` is deterministic: a run resumed with `resume_step` and the `pending` of its
+    checkpoint writes the same records as an uninterrupted one.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class MetricLog:
         closing: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`last` names metrics (or the last part of their names) of which not the mean but the last value counts.
+        """`last` lists metrics (full name or last part) logged as their last value instead of their mean.
 
-        `closing` is the time of the record that ended the run before its interval did; going on, it is dropped.
-        `schedules` are metrics that the number of updates before a step decides; they cost nothing between records.
+        `closing`: time of the record a finished run wrote before its interval ended; a resumed run drops that record.
+        `schedules`: metrics computed from the number of updates so far, evaluated only when a record is written.
         """
         if interval < 1:
             raise ConfigError(f"metrics are written every {interval} steps", hint="give an interval of at least 1")
@@ -177,11 +177,11 @@ class MetricLog:
         self._interval, self._last, self._clock = interval, frozenset(last), clock
         self._gathered: dict[str, list[Any]] = {name: list(values) for name, values in (pending or {}).items()}
         self.closing: float | None = None
-        """When the last record was written, if its interval had not ended."""
+        """Time of the last record if its interval had not ended, else None."""
         self._sinks = _open(Path(directory), sinks, run or RunInfo(), resume_step, closing) if is_main else []
 
     def gather(self, metrics: Mapping[str, Any]) -> None:
-        """Keep the scalars of one update, without waiting for them."""
+        """Keep the scalars of one update without waiting for the device."""
         self._keep(metrics)
         if self.timers:
             self.timers.tick()
@@ -194,10 +194,10 @@ class MetricLog:
         updates: int | None = None,
         last: bool = False,
     ) -> dict[str, float] | None:
-        """A step is done, with these numbers of its own; at the end of an interval write, and return what was written.
+        """End a step that has these metrics of its own. At the end of an interval write the means and return them.
 
-        `updates` counts those so far, where a step is not one. The `last` step is always written; its interval goes on
-        if the run does.
+        `updates`: total so far, where a step is not one update. The `last` step is always written; if the run is later
+        extended, the interval continues.
         """
         self._keep(metrics or {})
         if step % self._interval == 0:
@@ -217,12 +217,12 @@ class MetricLog:
         return self.timers.paused() if self.timers else nullcontext()
 
     def count_flops(self, count: Callable[[], int | float]) -> None:
-        """Have the timers learn the operations of a step."""
+        """Register the timers' FLOP counter."""
         if self.timers:
             self.timers.count_flops(count)
 
     def flush(self, step: int, *, updates: int | None = None, goes_on: bool = False) -> dict[str, float]:
-        """Write what was gathered so far; the one place that waits for the device."""
+        """Write the means of what was gathered; waits for the device. `goes_on` keeps the values for the interval."""
         gathered, names = jax.device_get(self._gathered), list(self._gathered)
         self._gathered = {name: list(gathered[name]) for name in names} if goes_on else {}
         values = {name: self._reduce(name, gathered[name]) for name in names}  # jax has sorted them
@@ -236,26 +236,26 @@ class MetricLog:
         return values
 
     def write(self, step: int, values: Mapping[str, float]) -> float:
-        """Write numbers as they are, now: results of an evaluation, for example. Returns the record's time."""
+        """Write a record immediately, without averaging (evaluation results, for example). Returns its time."""
         record = Record(step=step, time=self._clock(), values={name: float(value) for name, value in values.items()})
         for sink in self._sinks:
             sink.write(record)
         return record.time
 
     def show(self, step: int, shown: Shown | None) -> None:
-        """Pass on what an evaluation shows beside its numbers."""
+        """Pass an evaluation's films and table to the sinks."""
         if shown is not None:
             for sink in self._sinks:
                 sink.show(step, shown)
 
     def pending(self) -> dict[str, list[float]]:
-        """The interval that has begun but is not written, for a checkpoint; waits for the device."""
+        """The unfinished interval's values, for the checkpoint; waits for the device."""
         values = jax.device_get(self._gathered)
         self._gathered = {name: [float(value) for value in values[name]] for name in self._gathered}
         return {name: list(entries) for name, entries in self._gathered.items() if not name.startswith("time/")}
 
     def close(self) -> None:
-        """Close the sinks. What is pending is not written: it belongs to an interval that did not end."""
+        """Close the sinks. Pending values are not written, because their interval has not ended."""
         for sink in self._sinks:
             sink.close()
 
@@ -274,7 +274,7 @@ class MetricLog:
 def _open(
     directory: Path, sinks: Sequence[SinkName | Sink], run: RunInfo, resume_step: int | None, closing: float | None
 ) -> list[Guarded]:
-    """The two files, made to fit the step the run starts from, and the chosen sinks."""
+    """Both files, truncated to the step the run resumes from, and the chosen sinks."""
     directory.mkdir(parents=True, exist_ok=True)
     jsonl, table = directory / sinks_module.JSONL_FILE, directory / sinks_module.CSV_FILE
     if resume_step is not None:

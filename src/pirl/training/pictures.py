@@ -1,4 +1,4 @@
-"""An image of the first batch's cameras, so that a wrong camera mapping is visible."""
+"""Saves the first batch's camera images as one picture, so that a wrong camera mapping is visible."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ MAX_SAMPLES = 8
 
 
 def save_camera_grid(observations: Any, path: Path) -> bool:
-    """A column per sample, a row per camera; False (and no file) where there are no pictures."""
+    """Save a grid: one column per sample, one row per camera. Returns False (no file) without images."""
     images = observations.get("image", {})
     rows = []
     for name in images:
-        # Only this host's part of a sharded batch is at hand.
+        # This host holds only its shards of the batch.
         shard = images[name].addressable_shards[0].data if isinstance(images[name], jax.Array) else images[name]
         rows.append(np.concatenate(list(np.asarray(shard)[:MAX_SAMPLES]), axis=1))
     if not rows:

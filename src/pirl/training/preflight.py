@@ -1,7 +1,7 @@
 """Checks before a run: report every problem at once, before a frame is decoded or a program compiled.
 
 `check` reads only metadata (names and shapes of weights, columns of datasets) and changes nothing on disk. Downloads
-come last, once everything else is right. `pirl train` and `--dry-run` make the same checks.
+start only once everything else is right. `pirl train` and `--dry-run` make the same checks.
 """
 
 import math
@@ -71,9 +71,9 @@ def check(
     fresh_if_missing: bool = False,
     own_metrics: bool = False,
 ) -> None:
-    """Refuse a run that cannot succeed: one problem as its own error, several as a `PreflightError` with all of them.
+    """Raise if the run cannot succeed: a single problem as its own error, several as one `PreflightError`.
 
-    `shapes` is the training state's, with its shardings. `own_metrics`: an `eval_fn` may log any name.
+    `shapes`: the training state's, with shardings. `own_metrics`: an `eval_fn` may log any metric name.
     """
     modes = {"resume": resume, "overwrite": overwrite, "fresh_if_missing": fresh_if_missing}
     checks: list[Callable[[], Iterator[PirlError | PirlWarning]]] = [
@@ -97,7 +97,7 @@ def check(
 
 
 def _collect(checks: list[Callable[[], Iterator[PirlError | PirlWarning]]]) -> list[PirlError]:
-    """Problems that the checks yield or raise; warnings are shown."""
+    """Problems that the checks yield or raise; shows their warnings."""
     problems: list[PirlError] = []
     for one in checks:
         try:
@@ -112,7 +112,7 @@ def _collect(checks: list[Callable[[], Iterator[PirlError | PirlWarning]]]) -> l
 
 
 def folder_problems(config: RLTrainConfig, shapes: TrainState, **modes: bool) -> Iterator[PirlError]:
-    """A run folder that is in use, has nothing to resume from, or holds a state of another shape."""
+    """A run folder that is in use, has nothing to resume from, or holds a state of another structure."""
     if not check_directory(config.run_dir, **modes):
         return
     step = complete_steps(config.run_dir)[-1]
@@ -205,7 +205,7 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
     if (folder := own_assets(config.data)) is not None:
         folder = stats_of_weights(config) or folder
         if not folder.exists() and any(folder == Path(name) for name in names):
-            return  # a dataset's path that is mistyped is one problem, not two
+            return  # a mistyped dataset path is already reported as a missing dataset
         found = data.norm_stats_problems(
             config.data, robot, folder, horizon=config.horizon, quantile=config.quantile_norm
         )
@@ -222,7 +222,7 @@ def data_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[
 
 
 def misfits(config: RLTrainConfig) -> Iterator[PirlError | PirlWarning]:
-    """Settings that do not fit the datasets; nothing where these are not all here and in order."""
+    """Settings that do not fit the datasets; yields nothing if a dataset is missing or has problems of its own."""
     sources: list[LeRobotSource] = []
 
     def opened() -> Iterator[PirlError]:
@@ -238,7 +238,7 @@ def misfits(config: RLTrainConfig) -> Iterator[PirlError | PirlWarning]:
 
 
 def value_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource]) -> Iterator[PirlError | PirlWarning]:
-    """Rewards and lengths of episodes that do not fit an algorithm's values."""
+    """Rewards and episode lengths that do not fit the critic's value range and horizon."""
     if not config.has_critic or len(sources) < len(config.data.repo_ids):
         return
     rewards = config.agent.reward_range(config)
@@ -250,18 +250,18 @@ def value_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource]) -> I
 
 
 def clip_problems(config: RLTrainConfig, sources: Sequence[LeRobotSource], folder: Path) -> Iterator[PirlWarning]:
-    """Actions beyond those that the critic can tell apart, with these statistics."""
+    """Actions that, normalised by these statistics, exceed the critic's `action_clip`."""
     if not config.agent.chooses or not (folder / NORM_STATS_FILE).is_file():
         return
     stats, robot = load_norm_stats(folder)[ACTIONS], config.robot
     if len(stats) < robot.action_dim or (config.quantile_norm and stats.q01 is None):
-        return  # said above
+        return  # already reported
     clip, steps = config.critic.action_clip, config.critic_horizon
     yield from clip_warnings(sources, robot, stats, clip=clip, steps=steps, quantile=config.quantile_norm)
 
 
 def weight_problems(config: RLTrainConfig, *, download: bool = False) -> Iterator[PirlError]:
-    """Missing weights, or weights of another model, judged by names and shapes."""
+    """Missing weights, or weights of another model (by names and shapes)."""
     where = config.init_weights
     if where is None:
         return
@@ -303,11 +303,11 @@ def metric_problems(
 
 
 def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set[str] | None:
-    """The metrics that a run logs; None for an algorithm with batches of its own kind."""
+    """Names of all metrics the run logs; None if `update` cannot be traced with the standard batch."""
     try:
         batch, key = batch_shapes(agent, config.batch_sizes), jax.eval_shape(lambda: jax.random.key(0))
         _, metrics = jax.eval_shape(agent.update, shapes, batch, key)
-    except Exception:  # its own kind of batch
+    except Exception:  # a custom batch type
         return None
     evaluated = EVAL_METRICS if config.evaluation is not None else ()
     held_out = held_out_metrics(values=config.has_critic) if config.data.held_out and config.agent.uses_dataset else ()
@@ -315,7 +315,7 @@ def metric_names(config: RLTrainConfig, agent: Agent, shapes: TrainState) -> set
 
 
 def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlError]:
-    """Not enough disk for the checkpoints that are kept plus the one being written; those that are there make room."""
+    """Not enough disk for the kept checkpoints and the one being written, counting space of existing ones as free."""
     needed, steps = checkpoint_bytes(config, shapes)
     held = sum(size_of(config.run_dir / str(step)) for step in complete_steps(config.run_dir))
     place = next(parent for parent in (config.run_dir, *config.run_dir.absolute().parents) if parent.is_dir())
@@ -329,7 +329,7 @@ def disk_problems(config: RLTrainConfig, shapes: TrainState) -> Iterator[PirlErr
 
 
 def checkpoint_bytes(config: RLTrainConfig, shapes: TrainState) -> tuple[int, int]:
-    """(bytes, steps) on disk at the same time, at most: those kept and the one being written."""
+    """Most (bytes, steps) on disk at any time: the kept steps and the one being written."""
     rule, total = config.checkpoint, config.num_train_steps
     steps = sorted({*range(rule.save_interval, total + 1, rule.save_interval), total})
     scores = {step: float(step) for step in steps} if rule.keep_best else {}

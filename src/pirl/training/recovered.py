@@ -1,6 +1,6 @@
 """Records of recoveries: the step a run went back to, why, the changed settings, the skipped batches.
 
-The file is in the run folder and outlives checkpoints, so resuming the run keeps the changes.
+They are stored in the run folder, not in checkpoints, so that a resumed run keeps the changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from pirl.nested import flatten
 
 FILE = "recoveries.json"
 METRIC = "recovery/times"
-"""Recoveries so far; logged after the first."""
+"""Number of recoveries so far; logged from the first one on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ def read(folder: Path) -> tuple[Recovery, ...]:
 
 
 def write(folder: Path, recoveries: Sequence[Recovery]) -> None:
-    """Write them to the run folder, if there are any."""
+    """Write recoveries to the run folder; no file for none."""
     if recoveries:
         write_text(folder / FILE, json_text({"recoveries": [asdict(one) for one in recoveries]}))
 
 
 def remembered(config: RLTrainConfig, recoveries: Sequence[Recovery]) -> RLTrainConfig:
-    """The configuration with the recoveries' changes; settings changed since keep their new values."""
+    """The configuration with the recoveries' changes reapplied, except to settings that the user has changed since."""
     for one in recoveries:
         now = flatten(to_dict(config), ".")
         config = with_settings(config, {path: new for path, (old, new) in one.changes.items() if now.get(path) == old})
@@ -71,7 +71,7 @@ def remembered(config: RLTrainConfig, recoveries: Sequence[Recovery]) -> RLTrain
 
 
 def changes_between(before: RLTrainConfig, after: RLTrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The value of `Recovery.changes`."""
+    """The differences, as in `Recovery.changes`."""
     found: list[Change] = diff(before, after)
     return {path: (old, new) for path, old, new in found}
 
@@ -87,7 +87,7 @@ def beyond(position: Mapping[str, Any], recoveries: Sequence[Recovery]) -> dict[
 
 
 def _recovery(*, changes: Mapping[str, Sequence[Any]], skipped: Sequence[int], **rest: Any) -> Recovery:
-    """From JSON, which knows no pairs."""
+    """From JSON, where pairs are lists."""
     pairs = {path: (old, new) for path, (old, new) in changes.items()}
     first, end = skipped
     return Recovery(changes=pairs, skipped=(int(first), int(end)), **rest)

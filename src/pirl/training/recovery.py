@@ -70,7 +70,7 @@ def train(
 
 
 def _as_it_was(config: RLTrainConfig) -> RLTrainConfig:
-    """Keep the changes of earlier recoveries."""
+    """The configuration with the changes of earlier recoveries, with a warning."""
     known = recovered.read(config.run_dir)
     again = recovered.remembered(config, known)
     if changes := recovered.changes_between(config, again):
@@ -116,7 +116,7 @@ def _lighter(config: RLTrainConfig, error: JaxRuntimeError) -> tuple[RLTrainConf
         agent = replace(agent, accumulate=parts)
     else:
         return None
-    # With several devices the mesh is not chosen anew: fewer parts at a time would fit on fewer of them.
+    # Keep the mesh on several devices: since smaller parts need less memory, a new choice could lower fsdp.
     mesh = chosen.mesh if jax.device_count() > 1 else config.mesh
     changed = replace(config, model=model, agent=agent, mesh=mesh)
     return changed, Recovery(

@@ -1,4 +1,4 @@
-"""What a run saves in addition to its weights, and whether there is time to."""
+"""Saves a run's checkpoints: weights, stream position, pending metrics; skips a save that `grace` has no time for."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -31,20 +31,20 @@ class Saver:
         pending = self.log.pending()
         check_finite(pending, step=step)
         check_state(state, step=step)
-        stream = self.stream.state() if is_main() else {}  # it writes episodes, once for all processes
+        stream = self.stream.state() if is_main() else {}  # writes episode files, so only on one process
         position = {"step": step, "stream": stream, "pending": pending, "patience": self.patience.state()}
         position["closing"] = self.log.closing
         served = self.agent.served(state)
         if not self.checkpoints.save(step, state, extra=position, metrics=values, weights=served):
-            self.checkpoints.amend(step, position)  # the same weights, and more that was collected with them
+            self.checkpoints.amend(step, position)  # this step is saved already; more was collected since
         if is_main():
             self.stream.prune(kept["stream"] for kept in chain([position], self.checkpoints.extras()))
-        barrier("pruned")  # nobody writes episodes while others are deleted
+        barrier("pruned")  # no process writes episodes while files are deleted
         return_freed_memory()
 
     def leave(self, state: TrainState, step: int, values: dict[str, float] | None) -> str:
-        """Save before a requested end if there is time; returns the message otherwise."""
-        self.checkpoints.wait()  # what is under way comes first, and says how long one takes
+        """Save before a requested stop if time allows; returns "" or the reason why nothing was saved."""
+        self.checkpoints.wait()  # a pending save comes first, and its duration is the estimate
         took, latest = self.checkpoints.seconds, self.checkpoints.latest_step()
         if self.stop.time_to_save(self.grace, took) or latest is None:
             self.save(state, step, values)
@@ -55,7 +55,7 @@ class Saver:
         )
 
     def finish(self) -> None:
-        """Wait for pending writes, and delete files that no checkpoint needs."""
+        """Wait for pending saves, then delete stream files that no checkpoint refers to."""
         self.checkpoints.wait()
         if is_main():
             self.stream.prune(kept["stream"] for kept in self.checkpoints.extras())

@@ -1,4 +1,4 @@
-"""Visual output of an evaluation during training: videos, and which initial states are newly solved."""
+"""Visual output of an evaluation during training: videos and a table of solved initial states."""
 
 import re
 import shutil
@@ -8,31 +8,31 @@ from pathlib import Path
 from pirl.records import Context
 
 FOLDER = "films"
-"""In a run's folder: films by step."""
+"""Folder of the films in a run, one subfolder per step."""
 _OURS = re.compile(r"(success|failure)-\d+\.mp4|filmstrip\.png|\..*")
-"""Files in the folder of a step that were filmed; hidden ones are unfinished."""
+"""Names of files that pirl writes into a step's film folder; hidden files are unfinished ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialState:
-    """An initial state, by the evaluation before and by this one."""
+    """Outcome of one initial state in the previous and the current evaluation."""
 
     task: str
     init: int
     before: bool | None
-    """Solved then? None: there was none since the run was started, or the episode was lost."""
+    """Solved in the previous evaluation; None if there was none in this process, or the episode was lost."""
     now: bool
-    """Solved now?"""
+    """Solved in this evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """For services that take media."""
+    """Media for sinks that take them."""
 
     films: tuple[Path, ...] = ()
     """Videos: successes, then failures."""
     strip: Path | None = None
-    """All of them in one picture."""
+    """All films as one image."""
     states: tuple[InitialState, ...] = ()
     """Every evaluated initial state."""
 
@@ -43,9 +43,9 @@ def states(before: dict[Context, bool], now: dict[Context, bool]) -> tuple[Initi
 
 
 def thin_out(folder: Path, keep: int) -> None:
-    """Delete films but those of the first evaluation and of the last `keep` - 1: a long run must not fill the disk.
+    """Keep only the films of the first evaluation and of the last `keep` - 1, to bound disk use.
 
-    The latest always stay: services are about to read them. So does a step's folder that holds anything else.
+    The latest always stay, because sinks are about to read them, as do step folders that hold other files.
     """
     steps = [child for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
     steps.sort(key=lambda child: int(child.name))

@@ -1,7 +1,6 @@
-"""Where metrics go: the console, `metrics.jsonl`, `metrics.csv`, and services that may be absent or offline.
+"""Metric sinks: console, `metrics.jsonl`, `metrics.csv`, and tracking services that may be absent or offline.
 
-A failing sink must not stop training. Every sink is wrapped in `Guarded`: its first error disables it with one
-warning.
+A failing sink must not stop training: `Guarded` wraps every sink and disables it with a warning at its first error.
 """
 
 import csv
@@ -29,7 +28,7 @@ from pirl.training.console import grouped, heading, one_line
 from pirl.training.shown import Shown
 
 SinkName = Literal["console", "wandb", "trackio", "tensorboard"]
-"""Sinks that are chosen; the two files are always written."""
+"""Optional sinks; the two files are always written."""
 
 JSONL_FILE, CSV_FILE = "metrics.jsonl", "metrics.csv"
 
@@ -39,7 +38,7 @@ class Record:
     """The metrics of one step."""
 
     step: int
-    """Updates so far."""
+    """Step of the training loop."""
     time: float
     """Seconds since 1970."""
     values: Mapping[str, float]
@@ -51,30 +50,30 @@ class RunInfo:
     """A run, as tracking services identify it."""
 
     project: str = "pirl"
-    """Under which runs are gathered."""
+    """Project that groups the runs."""
     name: str = "run"
-    """This run; also its identity, so that a resumed run continues its own curves."""
+    """Name and identity of the run: a resumed run continues its own curves."""
     entity: str | None = None
     """Team or user at wandb."""
     group: str | None = None
-    """Runs that belong together."""
+    """Group of related runs."""
     tags: tuple[str, ...] = ()
     """Tags at wandb."""
     steps: int | None = None
-    """Steps it will take."""
+    """Total steps."""
     config: Mapping[str, Any] | None = None
     """The resolved configuration, as plain data."""
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes records; may raise, and then is not called again. One with `show` (`Gallery`) also takes films."""
+    """Takes records; after its first exception it is not called again. A `Gallery` (with `show`) also takes films."""
 
     def write(self, record: Record) -> None:
         """Take one record."""
 
     def close(self) -> None:
-        """Finish; no record follows."""
+        """Flush and release; no record follows."""
 
 
 @runtime_checkable
@@ -82,7 +81,7 @@ class Gallery(Protocol):
     """Takes films and tables of evaluations."""
 
     def show(self, step: int, shown: Shown) -> None:
-        """Take films, and which initial states are solved."""
+        """Take films and the table of solved initial states."""
 
 
 class Guarded:
@@ -95,16 +94,16 @@ class Guarded:
 
     @property
     def alive(self) -> bool:
-        """Whether it still takes records."""
+        """Whether the sink still works."""
         return self._sink is not None
 
     def write(self, record: Record) -> None:
-        """Pass a record on if the sink works."""
+        """Write a record if the sink works."""
         if (sink := self._sink) is not None:
             self._attempt("write", lambda: sink.write(record))
 
     def show(self, step: int, shown: Shown) -> None:
-        """Pass on films, if the sink takes any."""
+        """Show films if the sink works and is a `Gallery`."""
         if isinstance(sink := self._sink, Gallery):
             self._attempt("show films", lambda: sink.show(step, shown))
 
@@ -128,15 +127,15 @@ class Guarded:
 
 
 class ConsoleSink:
-    """Prints each record through `sys.stdout` as it is now: a live progress bar puts itself there and stays below."""
+    """Prints each record. Looks up `sys.stdout` at every write, because a live progress bar replaces it."""
 
     def __init__(self, total: int | None = None) -> None:
-        """`total`: steps of the run; with it each line shows progress and the time left."""
+        """`total`: steps of the run; if given, each line shows progress and time left."""
         self._total = total
         self._first: Record | None = None
 
     def write(self, record: Record) -> None:
-        """One line, or on a terminal one line per group."""
+        """Print one line, or on a terminal one line per group of metrics."""
         self._first = first = self._first or record
         steps = record.step - first.step
         head = heading(record.step, self._total, (record.time - first.time) / steps if steps > 0 else None)
@@ -154,12 +153,12 @@ class JsonlSink:
         self._path = path
 
     def write(self, record: Record) -> None:
-        """Append one line, in one write."""
+        """Append one line in a single write."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(to_json(record) + "\n")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def to_json(record: Record) -> str:
@@ -173,7 +172,7 @@ def to_json(record: Record) -> str:
 
 
 def truncate_jsonl(path: Path, step: int, *, without: float | None = None) -> None:
-    """Drop what was written after `step`, a last line that a crash cut in two, and the record of the time `without`."""
+    """Drop records after `step`, a last line truncated by a crash, and the record written at time `without`."""
     if path.exists():
         text = path.read_text(encoding="utf-8")
         kept = "".join(line for line in text.splitlines(keepends=True) if _written_by(line, step, without))
@@ -197,7 +196,7 @@ class CsvSink:
         self._columns = _read_csv(path)[0]
 
     def write(self, record: Record) -> None:
-        """Append a row; where columns are new, the file is rewritten beside itself and then replaced."""
+        """Append a row; new columns rewrite the file atomically."""
         row = {"step": str(record.step), "time": repr(record.time)}
         row |= {name: repr(value) for name, value in record.values.items()}
         if new := [name for name in row if name not in self._columns]:
@@ -208,12 +207,13 @@ class CsvSink:
             file.write(_csv_text(self._columns, [row], header=False))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def truncate_csv(path: Path, step: int, *, without: float | None = None) -> None:
-    """Drop rows after `step`, the one of the time `without`, and columns that only they had: a run that goes on adds
-    them in the same order.
+    """Drop rows after `step`, the row written at time `without`, and columns that only those rows filled.
+
+    A resumed run adds the columns again in the same order, so the file equals an uninterrupted run's.
     """
     if path.exists():
         columns, rows = _read_csv(path)
@@ -223,7 +223,7 @@ def truncate_csv(path: Path, step: int, *, without: float | None = None) -> None
 
 
 def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows; a last row that a crash cut in two is left out."""
+    """(columns, rows), without a last row truncated by a crash."""
     if not path.exists() or not (text := path.read_text(encoding="utf-8")):
         return [], []
     whole = text[: text.rfind("\n") + 1]
@@ -251,11 +251,11 @@ class TrackerSink:
         self._module.init(config=dict(run.config or {}), **options)
 
     def write(self, record: Record) -> None:
-        """Send a record; the service draws gaps where a value is not finite."""
+        """Send a record; the service shows gaps for non-finite values."""
         self._module.log(dict(record.values), step=record.step)
 
     def show(self, step: int, shown: Shown) -> None:
-        """Films, and at wandb a table of initial states: solved before, solved now."""
+        """Send films and, to wandb, a table of initial states (solved before, solved now)."""
         media: dict[str, Any] = {
             f"eval/films/{file.stem}": self._module.Video(str(file), format="mp4") for file in shown.films
         }
@@ -274,16 +274,16 @@ class TrackerSink:
 
 
 def wandb_id(name: str) -> str:
-    """The run's name as an id that wandb accepts: it refuses `/` and a few others, and more than 128 characters.
+    """The run's name as a valid wandb id: wandb refuses `/`, a few other characters, and more than 128 characters.
 
-    A resumed run must find the same id again, and two runs must not share one: a name that is changed gets a hash.
+    Deterministic, so that a resumed run finds its id. A name that has to change gets a hash, so that ids stay unique.
     """
     allowed = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:100]
     return name if allowed == name else f"{allowed}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class TensorBoardSink:
-    """Event files in `tensorboard/`, written without TensorFlow or torch."""
+    """Writes event files to `tensorboard/` without TensorFlow or torch."""
 
     def __init__(self, directory: Path) -> None:
         self._writer: Any = _extra("tensorboardX", "tensorboard").SummaryWriter(str(directory / "tensorboard"))
@@ -294,7 +294,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
     def show(self, step: int, shown: Shown) -> None:
-        """The filmstrip; videos would need another package."""
+        """Add the filmstrip; videos would need another package."""
         if shown.strip is not None:
             with Image.open(shown.strip) as strip:
                 self._writer.add_image("eval/filmstrip", np.asarray(strip), step, dataformats="HWC")
@@ -312,7 +312,7 @@ def _extra(package: str, extra: str) -> ModuleType:
 
 
 def open_sink(name: SinkName, directory: Path, run: RunInfo) -> Guarded:
-    """A sink by name; one that cannot be opened is off from the start, with a warning."""
+    """Open a sink by name; one that fails to open warns and stays disabled."""
     makers: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(run.steps),
         "wandb": lambda: TrackerSink("wandb", directory, run),

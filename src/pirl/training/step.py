@@ -1,7 +1,7 @@
 """One update, compiled for the mesh. Mutable state is donated.
 
-Frozen weights are not: the compiler must not read donated memory in a loop, so it would copy them. They are separate
-arguments, and the new state refers to the same arrays; their averages and initial values are these arrays too.
+Frozen weights are not donated: XLA may not read donated memory inside a loop and would copy them. They are separate
+arguments, and the new state refers to the same arrays. Their EMA and target copies alias them too.
 """
 
 import time
@@ -20,17 +20,17 @@ from pirl.processes import return_freed_memory
 from pirl.training import compiler
 
 COMPILE_SECONDS = 3600
-"""Compile times of processes may differ by this much: some find the program in a cache."""
+"""Largest difference between processes' compile times in seconds; some hit the compile cache."""
 
 
 class Step:
-    """`agent.update`; the state keeps its shards, metrics are everywhere the same.
+    """`agent.update`, jitted: the state keeps its sharding, metrics are replicated.
 
-    As a context it compiles ahead only while inside: leaving the context does not wait for compilation.
+    Leaving the context skips ahead-of-time compilation that has not begun, and never waits for it.
     """
 
     def __init__(self, agent: Agent, mesh: jax.sharding.Mesh, shapes: TrainState) -> None:
-        """`shapes` is the state's, as `jax.eval_shape` gives it."""
+        """`shapes`: the state's shapes, as from `jax.eval_shape`."""
         self._structure, self._count = jax.tree.structure(shapes), len(jax.tree.leaves(shapes))
         self._origin = shared_leaves(shapes)
         self._read = sorted(set(self._origin.values()))
@@ -66,36 +66,36 @@ class Step:
     def __call__(
         self, state: TrainState, batch: Any, key: jax.Array, program: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """(the state after the step, metrics). The given state is donated, except frozen leaves.
+        """(new state, metrics). The given state is donated, except frozen leaves.
 
-        `program` is what `lower` gave, compiled ahead of time.
+        `program`: the compiled result of `lower`, used instead of the jitted function.
         """
         changing, frozen = self._split(state)
         if not (program or self._compiled):
             self._say(self._ahead.result() if self._ahead else 0.0, self._compile(changing, frozen, batch, key))
-            barrier("compiled", timeout=COMPILE_SECONDS)  # a first collective waits for other processes only briefly
+            barrier("compiled", timeout=COMPILE_SECONDS)  # the first collective has a short timeout
             return_freed_memory()
         changing, metrics = (program or self._program)(changing, frozen, batch, key)
         return jax.tree.unflatten(self._structure, self._joined(changing, frozen)), metrics
 
     def shared(self, state: TrainState) -> TrainState:
-        """The same state with frozen weights in memory once, as it is after every step."""
+        """The same state with aliased frozen weights, as after every step: they are in memory once."""
         return jax.tree.unflatten(self._structure, self._joined(*self._split(state)))
 
     def lower(self, state: TrainState, batch: Any, key: jax.Array) -> jax.stages.Lowered:
-        """The program for these shapes, to be looked at."""
+        """The lowered program for these shapes, for inspection or ahead-of-time compilation."""
         return self._program.lower(*self._split(state), batch, key)
 
     def prepare(self, state: TrainState, batch: Any, key: jax.Array) -> None:
-        """Begin to compile for these shapes, in a thread: what they will hold can be read meanwhile.
+        """Start compiling for these shapes in a thread, while data and weights are read.
 
-        The first call waits for it. One with other shapes compiles for those.
+        The first call waits for it. A call with other shapes compiles again.
         """
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batches), batch)
         self._ahead = ThreadPoolExecutor(1, "compile").submit(self._compile, *self._split(state), batch, key)
 
     def _compile(self, *args: Any) -> float:
-        """Seconds until there is a program for such arguments. jax keeps it: a call does not compile again."""
+        """Compile for these arguments; returns the seconds. jax caches the program, so a call does not recompile."""
         begin = time.perf_counter()
         lowered = self._program.lower(*args)
         if not self._left:
@@ -103,13 +103,14 @@ class Step:
         return time.perf_counter() - begin
 
     def _say(self, *seconds: float) -> None:
-        kept, self._compiled = getattr(jax.config, "jax_compilation_cache_dir", None), True
+        keeps = getattr(jax.config, "jax_enable_compilation_cache", True)
+        kept, self._compiled = getattr(jax.config, "jax_compilation_cache_dir", None) if keeps else None, True
         if jax.process_index() == 0:
             print(f"step compiled in {sum(seconds):.0f} s{f', kept in {kept}' if kept else ''}")
 
     @property
     def programs(self) -> int:
-        """How many there are: one, unless shapes have changed."""
+        """Number of compiled programs: 1 unless shapes have changed."""
         return int(getattr(self._program, "_cache_size")())  # noqa: B009
 
     def _split(self, state: Any) -> tuple[list[Any], list[Any]]:
@@ -123,7 +124,7 @@ class Step:
 
 
 def shared_leaves(shapes: TrainState) -> dict[int, int]:
-    """{leaf of the state: the weight that it is}, for frozen weights in `params`, `ema` and `target`."""
+    """{leaf index in the state: leaf index of the weight it aliases}, for frozen `params`, `ema` and `target`."""
     numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(jax.tree.leaves(shapes))))
     weights, like = flatten(numbered.params), flatten(shapes.params)
     return {

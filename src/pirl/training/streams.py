@@ -1,8 +1,8 @@
 """Sources of training batches: datasets, datasets plus a replay buffer, or groups of rollouts.
 
-The loop asks for a round and gets its batches: one from a dataset, several where an algorithm makes passes over its own
-rollouts. A stream collects with the weights the round begins with. Its `state` holds what it needs to resume, also
-in the middle of a collection: an episode depends on its context, its number and the weights alone.
+Each loop step asks for one round: one batch from a dataset, or several when an algorithm makes passes over its own
+rollouts. A stream collects with the weights at the start of the round. `state` suffices to resume, even in the middle
+of a collection, because an episode depends only on its context, its number and the weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ from pirl.rollout.rows import PlanRows, first_rows, minibatches, plan_rows
 
 _COLLECTED = "rollout/lost_episodes time/env_steps_per_second time/env_share time/policy_share time/occupancy"
 _ONLINE = "online/success_rate online/episodes online/env_steps online/replay_episodes"
-_RIPT = "ript/success_rate ript/attempted_groups ript/accepted_groups ript/collected_rows ript/updates"
+_RIPT = "ript/success_rate ript/env_steps ript/attempted_groups ript/accepted_groups ript/collected_rows ript/updates"
 _CURRICULUM = "curriculum/success_mean curriculum/solved_share curriculum/hopeless_share curriculum/entropy"
 LOGGED = {
     "data": ("time/stall_fraction",),
@@ -40,11 +40,11 @@ LOGGED = {
     "online": tuple(_ONLINE.split()),
     "ript": tuple(f"{_RIPT} {_CURRICULUM}".split()),
 }
-"""Metrics of the streams by kind; a test holds them to it."""
+"""Metrics logged by each kind of stream; a test compares them with the actual ones."""
 
 
 def logged_names(config: RLTrainConfig) -> tuple[str, ...]:
-    """Metrics a run's stream logs beside those of its updates."""
+    """Names of the metrics that a run's stream logs, without those of the updates."""
     if config.agent.groups is not None:
         return LOGGED["ript"] + LOGGED["collected"]
     return LOGGED["data"] + (LOGGED["online"] + LOGGED["collected"] if config.online is not None else ())
@@ -58,22 +58,22 @@ class Stream(Protocol):
         """The batches of one step of the loop; raises CollectionStoppedError if asked to stop while collecting."""
 
     def notice(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Metrics of the update on the latest batch."""
+        """Receive the metrics of the update on the latest batch."""
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the round."""
+        """Metrics of the latest round."""
 
     def example(self) -> Any:
-        """A batch as it would be, for a dry run."""
+        """A batch with real shapes and dtypes, for a dry run."""
 
     def state(self) -> dict[str, Any]:
-        """The state for `restore`, as plain JSON."""
+        """The position, as plain JSON for `restore`."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a saved position."""
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Remove files that none of these states uses."""
+        """Delete files that none of these states refers to."""
 
 
 class DatasetStream:
@@ -86,13 +86,13 @@ class DatasetStream:
         """The next batch."""
         yield self.loader.sample_batch()
         if self.loader.step == 1:
-            self.loader.reset_stall()  # compiling is not the data's fault
+            self.loader.reset_stall()  # the first step compiles: not a data stall
 
     def notice(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Nothing depends on it."""
+        """Ignored."""
 
     def metrics(self) -> dict[str, float]:
-        """How long the device waited for data."""
+        """Fraction of the time the device waited for data."""
         return {"time/stall_fraction": self.loader.stall_fraction}
 
     def example(self) -> Any:
@@ -100,19 +100,19 @@ class DatasetStream:
         return self.loader.sample_batch()
 
     def state(self) -> dict[str, Any]:
-        """The position in the data."""
+        """The loader's position."""
         return {"data": self.loader.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on at this position."""
+        """Resume the loader at a saved position."""
         self.loader.restore(state["data"])
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """A position is all there is."""
+        """Nothing to delete: the stream writes no files."""
 
 
 class OnlineStream(DatasetStream):
-    """Off-policy: now and then the policy acts, its episodes enter the replay buffer, batches mix both."""
+    """Off-policy: the policy collects at intervals into a replay buffer; batches mix dataset and replay."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class OnlineStream(DatasetStream):
         borders: bool,
         directory: Path,
     ) -> None:
-        """`borders`: the datasets' pictures are held with the letterbox's borders."""
+        """`borders`: whether dataset images are stored with their letterbox borders."""
         super().__init__(loader)
         self._replay, self._collector, self._curriculum, self._config = replay, collector, curriculum, config
         self._borders, self._directory = borders, directory
@@ -133,7 +133,7 @@ class OnlineStream(DatasetStream):
         self._latest: dict[str, float] = {}
 
     def round(self, step: int, state: TrainState, stop: Stop, say: Say) -> Iterator[Any]:
-        """Collect if it is time; then a batch."""
+        """Collect if due (`updates_per_step` updates per environment step); then one batch."""
         trained = step - 1 - self._config.start_step
         if trained >= 0 and trained >= self._config.updates_per_step * self._env_steps:
             self._collect(state, stop, say)
@@ -162,12 +162,12 @@ class OnlineStream(DatasetStream):
         }
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the data, and once those of the latest collection."""
+        """The loader's metrics; those of a collection are returned once, by the first call after it."""
         latest, self._latest = self._latest, {}
         return {**super().metrics(), **latest}
 
     def example(self) -> Any:
-        """A batch that holds an episode of two steps: the first thing an environment shows, started for real."""
+        """A batch that includes a two-step replay episode, made from a real environment's first observation."""
         transform, cameras = self._collector.policy.transform, self._replay.cameras
         seen = flatten(_first_observation(self._collector, self._curriculum))
         steps, state = 2, transform.robot.find_state(seen)
@@ -184,7 +184,7 @@ class OnlineStream(DatasetStream):
         return super().example()
 
     def state(self) -> dict[str, Any]:
-        """The position in the data, the replay buffer, and a collection under way."""
+        """Loader position, replay buffer (saved to disk), curriculum, counters, and any unfinished collection."""
         return {
             **super().state(),
             "replay": self._replay.save(self._directory),
@@ -196,7 +196,7 @@ class OnlineStream(DatasetStream):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The replay buffer first: the data's position counts what it holds."""
+        """Restore the replay buffer first: the loader's position depends on its contents."""
         self._replay.restore(self._directory, state["replay"])
         super().restore(state)
         self._collector.restore(state["collector"])
@@ -205,16 +205,16 @@ class OnlineStream(DatasetStream):
         self._env_steps = int(state["env_steps"])
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Episodes that left the replay buffer, once no checkpoint can bring them back."""
+        """Delete evicted replay episodes that no checkpoint refers to, and rollouts of finished collections."""
         states = list(states)
         keep_only(self._directory, [name for state in states for name in state["replay"]["episodes"]])
         self._collector.prune(state["collector"] for state in states)
 
 
 class GroupStream:
-    """On-policy: in each round groups of rollouts of the same initial state, then some passes over those that teach.
+    """On-policy: each round collects groups of rollouts from one initial state each, then trains on the useful groups.
 
-    The agent says what the groups teach (`prepare`) and when the passes are over (`moved_far`).
+    The agent turns groups into a `lesson` and ends the passes early when `moved_far` says so.
     """
 
     def __init__(
@@ -234,12 +234,12 @@ class GroupStream:
         self._batch_size, self._horizon, self._seed = batch_size, horizon, seed
         self._demonstrations, self._sharding = demonstrations, sharding
         self._attempted: list[Context] = []
-        self._episodes = 0
+        self._episodes = self._env_steps = 0
         self._moved_far = False
         self._latest: dict[str, float] = {}
 
     def round(self, step: int, state: TrainState, stop: Stop, say: Say) -> Iterator[Any]:
-        """Collect, compare, and give the rows out in random order until the passes are over or the policy moved far."""
+        """Collect groups, then yield shuffled minibatches for `epochs` passes, or until the policy has moved far."""
         groups = self._collect(step, state, stop, say)
         full = [group for _, group in groups if len(group) == self._plan.size]
         lesson = self._agent.lesson(full)
@@ -251,10 +251,12 @@ class GroupStream:
         outcomes = [(context, _successes(group)) for context, group in groups]
         self._curriculum.update([(context, int(sum(won)), int(len(won) - sum(won))) for context, won in outcomes])
         won = [success for _, successes in outcomes for success in successes]
+        self._env_steps += sum(len(rollout.episode) for _, group in groups for rollout in group)
         self._latest = {
             **self._collector.close_round(),
             **self._curriculum.metrics(),
             "ript/success_rate": float(np.mean(won)) if won else 0.0,
+            "ript/env_steps": float(self._env_steps),
             "ript/attempted_groups": float(len(groups)),
             "ript/accepted_groups": float(len(lesson.groups)),
             "ript/collected_rows": float(0 if rows is None else len(rows)),
@@ -264,7 +266,7 @@ class GroupStream:
         self._attempted = []
 
     def _collect(self, step: int, state: TrainState, stop: Stop, say: Say) -> list[tuple[Context, list[Rollout]]]:
-        """Groups until enough of them have mixed outcomes, or until too many were tried."""
+        """Collect until `groups` groups have mixed outcomes, or `max_groups` were attempted."""
         size = self._plan.size
         while True:
             jobs = [
@@ -323,15 +325,15 @@ class GroupStream:
         return batch
 
     def notice(self, metrics: Mapping[str, jax.Array]) -> None:
-        """The agent decides whether the round continues."""
+        """Ask the agent whether the policy has moved far enough to end the round."""
         self._moved_far = self._agent.moved_far(metrics)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the finished round."""
+        """Metrics of the last complete round."""
         return self._latest
 
     def example(self) -> Any:
-        """A batch of the first observations of an environment, started for real."""
+        """A batch of copies of a real environment's first observation."""
         observation = _first_observation(self._collector, self._curriculum)
         lesson = self._agent.lesson([])
         columns = [*lesson.columns, *lesson.constants, *lesson.of_plans]
@@ -340,26 +342,27 @@ class GroupStream:
         return self._batch(rows, chosen, np.ones(self._batch_size, np.float32), fresh=True)
 
     def state(self) -> dict[str, Any]:
-        """The counters, the curriculum, the position in the demonstrations, and a collection under way."""
+        """Counters, curriculum, position in the demonstrations, and any unfinished collection."""
         return {
             "collector": self._collector.state(),
             "curriculum": self._curriculum.state(),
             "attempted": [[context.task, context.init] for context in self._attempted],
             "episodes": self._episodes,
+            "env_steps": self._env_steps,
             **({} if self._demonstrations is None else {"data": self._demonstrations.state()}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a saved position."""
         self._collector.restore(state["collector"])
         self._curriculum.restore(state["curriculum"])
         self._attempted = [Context(task, int(init)) for task, init in state["attempted"]]
-        self._episodes = int(state["episodes"])
+        self._episodes, self._env_steps = int(state["episodes"]), int(state.get("env_steps", 0))
         if self._demonstrations is not None:
             self._demonstrations.restore(state["data"])
 
     def prune(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Episodes of rounds that are over."""
+        """Delete rollouts of finished rounds."""
         self._collector.prune(state["collector"] for state in states)
 
 
@@ -373,5 +376,5 @@ def _first_observation(collector: Collector, curriculum: Curriculum) -> RawObser
 
 
 def _successes(group: list[Rollout]) -> list[float]:
-    """Reward of each rollout: success alone."""
+    """1.0 per successful rollout, else 0.0."""
     return [float(bool(rollout.episode.success)) for rollout in group]

@@ -1,7 +1,7 @@
 """Health checks on a run's metrics. Each problem is reported once.
 
-It looks at the metrics as they are written, at the disk, and (from a thread) at how long ago the last step was. It only
-stops a run if `watchdog.stop` says so.
+It checks every written record, free disk space and (from a thread) the time since the last step. Findings are warnings;
+with `watchdog.stop` they end the run.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from pirl.errors import PirlError, PirlWarning
 SUCCESS = ("eval/success_rate", "ript/success_rate", "online/success_rate")
 GIB = 2**30
 KNOWN = 0.7
-"""Correlation of values and returns above which a critic knows its training data."""
+"""A critic whose values and returns correlate more than this on training batches has fitted its training data."""
 
 
 class UnhealthyError(PirlError):
@@ -29,7 +29,7 @@ class UnhealthyError(PirlError):
 
 
 class Watchdog:
-    """Watches one run. `look` at what is written, `beat` after every step; a context manager, for its thread."""
+    """Watches one run: call `look` on every record and `beat` after every step. Its context runs the hang detector."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Watchdog:
             self._thread.join()
 
     def beat(self) -> None:
-        """A step is done."""
+        """Note the end of a step."""
         self._beats.append(self._clock())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is no step, such as an evaluation: it is no hang, and does not count as one later."""
+        """Exclude the time inside the context, such as an evaluation, from hang detection."""
         began, self._paused = self._clock(), True
         try:
             yield
@@ -126,7 +126,7 @@ class Watchdog:
             yield "disk", f"only {free:.1f} GiB free on the disk of {self._directory}: checkpoints may fail soon"
 
     def _memorised(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Is the critic good on training batches, but no better than chance on held-out episodes?"""
+        """A critic that is good on training batches but no better than chance on held-out episodes."""
         self._trained = values.get("critic/mc_correlation", self._trained)
         for name in ("held_out/auc", "held_out/rank_correlation"):
             if name not in values:
@@ -141,7 +141,7 @@ class Watchdog:
                 )
 
     def _struck(self, name: str, bad: bool, *, patience: int | None = None) -> bool:
-        """Has it been bad in so many records in a row?"""
+        """Count consecutive bad records; True from `patience` on."""
         self._strikes[name] = self._strikes.get(name, 0) + 1 if bad else 0
         return self._strikes[name] >= (self._config.patience if patience is None else patience)
 
@@ -154,7 +154,7 @@ class Watchdog:
             self.listen()
 
     def listen(self) -> None:
-        """Say so if no step has ended for far longer than usual; the first one, which compiles, has no usual."""
+        """Warn if no step has ended for far longer than the median step. Needs three steps: the first one compiles."""
         beats = list(self._beats)
         if len(beats) < 3 or self._paused or "hang" in self._said:
             return

@@ -1,4 +1,4 @@
-"""The processes of a search or a comparison: `pirl` verbs that write to a file and end with this process."""
+"""Child processes of a search or comparison: `pirl` commands that log to a file and end with this process."""
 
 import contextlib
 import functools
@@ -20,9 +20,9 @@ from pirl.processes import PARENT_VARIABLE
 PATIENCE_SECONDS = 120.0
 """Seconds for a stopped process to save its checkpoint."""
 FREED_SECONDS = 30.0
-"""Seconds for the trial of a search that was killed to end: it frees its memory before its lock."""
+"""Seconds to wait for the lock of a killed search's trial, which is still shutting down."""
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
-"""Exit code of an interrupted run."""
+"""Exit codes of an interrupted run."""
 
 
 @runtime_checkable
@@ -43,11 +43,11 @@ class Process(Protocol):
 
 
 Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
-"""Starts `pirl` with words, a log file, and additions to the environment."""
+"""Starts `pirl` with arguments, a log file and additional environment variables."""
 
 
 def launch(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-    """Start `pirl` in a process that appends its output to a file, and that ends with this one."""
+    """Start `pirl` in a child process that appends its output to `log` and ends with this process."""
     listening, _ = _lifeline()
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -73,7 +73,7 @@ class Child:
     process: Process
     log: Path
     begin_of_log: int
-    """Size of the log before it."""
+    """Size of the log before this attempt."""
     slot: int
     """Index of its job slot."""
     began: float
@@ -88,7 +88,7 @@ class Child:
                 self.process.send_signal(signal.SIGTERM)
 
     def failure(self, code: int) -> tuple[str, bool]:
-        """Why it failed, and whether its settings may be the cause."""
+        """(why it failed, whether its settings may be the cause)."""
         return explain(code, tail(self.log, self.begin_of_log))
 
 
@@ -97,10 +97,10 @@ C = TypeVar("C", bound=Child)
 
 @dataclass(frozen=True, kw_only=True)
 class Slots(Generic[C]):
-    """Places for processes that run at the same time."""
+    """Job slots for parallel processes."""
 
     jobs: int
-    """How many."""
+    """Number of slots."""
     kind: type[C]
     start: Launch = launch
     clock: Callable[[], float] = time.monotonic
@@ -108,11 +108,11 @@ class Slots(Generic[C]):
 
     @property
     def free(self) -> bool:
-        """Whether another process may start."""
+        """Whether a slot is free."""
         return len(self.active) < self.jobs
 
     def begin(self, words: Sequence[str], log: Path, **own: Any) -> None:
-        """Start a process in a free slot; `own` are the fields of its kind."""
+        """Start a process in a free slot; `own`: further fields of its attempt."""
         slot = next(place for place in range(self.jobs) if place not in [one.slot for one in self.active])
         begin = log.stat().st_size if log.exists() else 0
         process = self.start(words, log, devices(slot, self.jobs, os.environ))
@@ -120,7 +120,7 @@ class Slots(Generic[C]):
         self.active.append(self.kind(process=process, **place, **own))
 
     def leave(self, spent: Callable[[C], None]) -> None:
-        """Stop what still runs: SIGTERM, then SIGKILL after a timeout; `spent` notes the time of each."""
+        """Stop running processes: SIGTERM, then SIGKILL after a timeout; `spent` is called for each."""
         for one in self.active:
             one.stop()
         for one in self.active:
@@ -135,26 +135,26 @@ class Slots(Generic[C]):
 
 
 def train_words(file: Path, config: RLTrainConfig) -> list[str]:
-    """The command that starts or resumes a run; its configuration is written to `file`.
+    """The command that starts or resumes a run; writes the configuration to `file`.
 
-    A run that diverges fails: with another learning rate than the one it is to try, it would be worth nothing.
+    Recovery is off: a diverged run must fail, because recovery would change the learning rate under test.
     """
     write_yaml(file, config, overwrite=True)
     return ["train", str(file), *_goes_on(config.run_dir), "--recovery.attempts", "0"]
 
 
 def _goes_on(run: Path) -> list[str]:
-    """The flag that resumes an existing run."""
+    """The flag for an existing run: --resume with checkpoints, --overwrite without; none for a new run."""
     if not run.is_dir():
         return []
-    lock_run(run, timeout=FREED_SECONDS).release()  # that of a search that was killed is just ending
+    lock_run(run, timeout=FREED_SECONDS).release()  # wait for the process of a killed search to end
     if complete_steps(run):
         return ["--resume"]
     return ["--overwrite"] if (run / METADATA_FILE).exists() else []
 
 
 def explain(code: int, said: str) -> tuple[str, bool]:
-    """Why a run failed, from the end of its log, and whether its settings may be the cause."""
+    """(why a run failed, from the end of its log; whether its settings may be the cause)."""
     lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("  hint:")]
     errors = [line for line in lines if line.startswith(("error: ", "internal error: "))]
     reason = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")[:300]
@@ -166,7 +166,7 @@ def explain(code: int, said: str) -> tuple[str, bool]:
 
 
 def devices(slot: int, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs of one of several parallel runs, if CUDA_VISIBLE_DEVICES names enough."""
+    """CUDA_VISIBLE_DEVICES for one of several parallel runs, if it names enough GPUs to split."""
     named = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": ",".join(named[slot::jobs])} if 1 < jobs <= len(named) else {}
 

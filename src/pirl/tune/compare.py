@@ -1,7 +1,7 @@
 """Runs a comparison: each run is an ordinary `pirl train` in its own process, then `pirl eval` on the test states.
 
-All state is in files, so the same command goes on after any end: what is finished is not repeated, a run that was
-stopped or killed is resumed from its checkpoint.
+All state is in files, so repeating the command continues after any interruption: finished runs are skipped, stopped or
+killed ones resume from their checkpoints.
 """
 
 import time
@@ -32,21 +32,21 @@ POLL_SECONDS = 1.0
 
 @dataclass(eq=False, kw_only=True)
 class Attempt(Child):
-    """A process that works on a run."""
+    """A process that trains or evaluates a run."""
 
     run: Run
     training: bool
     """Whether it trains; otherwise it evaluates."""
     until: int
-    """Step it started at: later steps in its log count only if they are newer than this attempt."""
+    """Step it resumed from: records of later steps count only if written after `since`."""
     since: float
-    """When it began, in seconds since the epoch."""
+    """Start time in seconds since the epoch."""
     enough: bool = False
     """Whether the run has used its budget."""
 
 
 class Comparison:
-    """Trains and measures what is missing."""
+    """Trains and evaluates all runs that have no result yet."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Comparison:
         self._interrupted = False
 
     def run(self) -> bool:
-        """Do all that is missing; False if somebody interrupted."""
+        """Complete all runs; returns False if interrupted."""
         check_asked(self._folder, self.asked, self._runs)
         self._folder.mkdir(parents=True, exist_ok=True)
         busy = ConfigError(f"another process is comparing in {self._folder}", hint="stop it, or choose another --name")
@@ -98,7 +98,7 @@ class Comparison:
         return not self._interrupted
 
     def _at(self) -> float:
-        """How much of all budgets is used."""
+        """The used part of the total budget."""
         found = 0.0
         for run in self._runs:
             budget = float(run.updates if run.seconds is None else run.seconds)
@@ -108,24 +108,24 @@ class Comparison:
         return found
 
     def _spent(self, run: Run, attempt: Attempt | None = None) -> float:
-        """The part of its budget that a run has used, without steps it will repeat."""
+        """What a run has used of its budget, without steps after its checkpoint, which it will repeat."""
         if attempt is not None:
             return read_log(run, until=attempt.until, since=attempt.since).of(run)
         return read_log(run, until=max(complete_steps(run.folder), default=0)).of(run)
 
     def _fill(self) -> bool:
-        """Start what is missing in free slots; False when nothing is left to wait for."""
+        """Start waiting runs in free slots; returns whether any process is active."""
         self._interrupted |= self._stop()
         while self._waiting and not self._interrupted and self._slots.free:
             self._begin(self._waiting.pop(0))
         return bool(self._slots.active)
 
     def _begin(self, run: Run) -> None:
-        """Train a run, or measure it if it is trained."""
+        """Start training a run, or evaluating it if it is trained."""
         saved = max(complete_steps(run.folder), default=0)
         trained = read_state(run).get("trained", False)
         if not trained and saved and (saved >= run.config.num_train_steps or self._over(run, self._spent(run))):
-            note(run, trained=True)  # killed between its last checkpoint and the note of it
+            note(run, trained=True)  # killed after its last checkpoint, before it was noted
             trained = True
         if trained and (self._metric != SUCCESS or self._eval_file(run).is_file()):
             self._finish(run)
@@ -137,7 +137,7 @@ class Comparison:
         self._slots.begin(words, run.file(".log"), **own)
 
     def _over(self, run: Run, spent: float) -> bool:
-        """Whether a run that does not end by itself has used its budget."""
+        """Whether a run has used a budget that it does not enforce itself (seconds, or updates of iterations)."""
         if run.seconds is not None:
             return spent >= run.seconds
         return run.config.agent.groups is not None and spent >= run.updates
@@ -164,7 +164,7 @@ class Comparison:
                 self._end(one, code)
 
     def _end(self, one: Attempt, code: int) -> None:
-        """Note how a process ended, and what comes next."""
+        """Record how a process ended, and queue the run's evaluation if it is trained."""
         self._spend(one)
         if code == 0 or (one.enough and code in STOPPED):
             if one.training:
@@ -173,7 +173,7 @@ class Comparison:
             else:
                 self._finish(one.run)
         elif code in STOPPED:
-            self._interrupted = True  # whoever did it meant all of them
+            self._interrupted = True  # an external signal stops the whole comparison
         else:
             reason, explained = one.failure(code)
             if not explained:
@@ -184,7 +184,7 @@ class Comparison:
             self._write()
 
     def _finish(self, run: Run) -> None:
-        """Read the result."""
+        """Read and record a run's result."""
         found = eval_result(self._eval_file(run)) if self._metric == SUCCESS else metric_result(run, self._metric)
         note(run, result=found, failed=None)
         self._print(f"{run}: {self._metric} {found['value']:.4g}")

@@ -18,25 +18,25 @@ from pirl.tune.intervals import t_interval
 
 RESULTS_FILE, TABLE_FILE = "results.json", "table.md"
 SUCCESS = "success rate"
-"""Name of what `pirl eval` measures on test states."""
+"""Name of the success rate that `pirl eval` measures on test states."""
 NOTHING = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """The cost of a run, from its log."""
+    """Resources that a run has used, from its log."""
 
     updates: int = 0
     """Policy updates."""
     seconds: float = 0.0
-    """Training time: collecting and updating, without compilation, evaluation and checkpoints."""
+    """Training time: collection and updates, without compilation, evaluation and checkpoints."""
     episodes: int = 0
-    """Episodes collected to learn from."""
+    """Episodes collected for training."""
     values: Mapping[str, float]
-    """Every metric's last finite value."""
+    """The last finite value of each metric."""
 
     def of(self, run: Run) -> float:
-        """The part that the run's budget limits."""
+        """The quantity that the run's budget limits: updates or seconds."""
         return float(self.updates) if run.seconds is None else self.seconds
 
 
@@ -48,7 +48,7 @@ def read_log(run: Run, *, until: int | None = None, since: float = math.inf) -> 
     values: dict[str, float] = {}
     updates, seconds, episodes, at = 0.0, 0.0, 0.0, 0
     text = file.read_text(encoding="utf-8")
-    for line in text[: text.rfind("\n") + 1].splitlines():  # the last one may be half written
+    for line in text[: text.rfind("\n") + 1].splitlines():  # the last line may be incomplete
         record = json.loads(line)
         step, found = int(record["step"]), record["values"]
         if until is not None and step > until and float(record["time"]) < since:
@@ -69,14 +69,14 @@ def _number(value: Any) -> bool:
 
 
 def read_state(run: Run) -> dict[str, Any]:
-    """Notes on a run: `trained`, `result`, `failed`, `wall_seconds`."""
+    """A run's recorded state: `trained`, `result`, `failed`, `wall_seconds`."""
     file = run.file(".json")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found
 
 
 def note(run: Run, **changes: Any) -> None:
-    """Add to what was noted of a run."""
+    """Update a run's recorded state."""
     with io_errors(f"{run.file('.json')} cannot be written"):
         write_text(run.file(".json"), json_text(read_state(run) | changes))
 
@@ -90,13 +90,13 @@ def metric_result(run: Run, metric: str) -> dict[str, Any]:
 
 
 def eval_result(file: Path) -> dict[str, Any]:
-    """The result of a run with an environment: what `pirl eval` wrote."""
+    """The result of a run with an environment, from the file of `pirl eval`."""
     success = json.loads(file.read_text(encoding="utf-8"))["result"]["success"]
     return {"value": success["rate"], "low": success["low"], "high": success["high"], "trials": success["trials"]}
 
 
 def results_json(runs: Sequence[Run], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything as plain data, in the order of the runs."""
+    """All results as plain data, in the order of the runs."""
     found = []
     for run in runs:
         spent, state = read_log(run), read_state(run)
@@ -118,14 +118,14 @@ def results_json(runs: Sequence[Run], asked: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_results(folder: Path, results: Mapping[str, Any]) -> None:
-    """results.json and table.md."""
+    """Write results.json and table.md."""
     with io_errors(f"{folder} cannot be written to"):
         write_text(folder / RESULTS_FILE, json_text(results))
         write_text(folder / TABLE_FILE, table(results))
 
 
 def check_asked(folder: Path, asked: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Refuse a folder that holds something else, or another comparison. More agents and seeds are welcome."""
+    """Raise if the folder holds something else or another comparison. Agents and seeds may be added."""
     file = folder / RESULTS_FILE
     hint = "choose another --name"
     if not file.is_file():
@@ -151,7 +151,7 @@ def _check_same(run: Run, hint: str) -> None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The results as Markdown: one table for each recipe."""
+    """The results as Markdown, one table per recipe."""
     runs, asked = results["runs"], results["asked"]
     seeds = list(dict.fromkeys(run["seed"] for run in runs))
     budget = f"{asked['seconds']:g} s of training" if asked["seconds"] else "the same number of updates"
@@ -173,7 +173,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def _row(own: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], first: str, asked: Any) -> list[str]:
-    """One algorithm. Differences are paired: the same seed has the same batches for all."""
+    """One algorithm's row. Differences are paired by seed, because a seed determines the batches."""
     share = asked["metric"] == SUCCESS
     values = {run["seed"]: run["result"]["value"] for run in own if run["result"]}
     base = {run["seed"]: run["result"]["value"] for run in rows if run["agent"] == first and run["result"]}

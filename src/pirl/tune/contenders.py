@@ -14,13 +14,13 @@ EQUAL = (
     *("name", "model", "init_weights", "env", "evaluation", "held_out", "eval_fn", "mesh", "checkpoint", "batch_size"),
     *("num_train_steps", "log_interval", "sinks", "tracking", "watchdog", "debug_nans", "log_memory"),
 )
-"""Settings that a contender takes from the task's recipe, also if it comes from a recipe of its own."""
+"""Settings that a contender takes from the task's recipe, even if the contender is a recipe itself."""
 EQUAL_DATA = ("repo_ids", "weights", "robot", "cameras", "tokenizer", "held_out")
 EQUAL_ROLLOUT = ("flow_steps", "execute")
 ENDLESS = 10_000_000
-"""Steps of a run that its training time ends."""
+"""Configured steps of a run that ends by training time."""
 OFTEN = 5
-"""Iterations between checkpoints, and between evaluations, of algorithms that learn from groups of rollouts."""
+"""Most iterations between checkpoints and between evaluations for algorithms with rollout groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def runs_of(
     folder: Path,
     seconds: float | None = None,
 ) -> list[Run]:
-    """All runs, seed by seed: an early look at the results shows every algorithm."""
+    """All runs, ordered by seed within a task, so that early results include every algorithm."""
     for what, given in (("--agents", agents), ("--seeds", seeds), ("recipes", [task.name for task in tasks])):
         if len(set(given)) < len(given):
             raise ConfigError(f"{what} {' '.join(map(str, given))}", hint="name each one once")
@@ -97,14 +97,14 @@ def contender(task: RLTrainConfig, agent: str, read: Callable[[str], RLTrainConf
         changed = replace(own, **equal, data=data, rollout=rollout)
     else:
         changed = from_dict(RLTrainConfig, {"agent": {"type": agent}}, base=task)
-        if type(changed.agent) is not type(task.agent):  # what every algorithm has is kept
+        if type(changed.agent) is not type(task.agent):  # keep the settings that all algorithms share
             augment = changed.agent.augment and task.agent.augment
             changed = replace(changed, agent=replace(changed.agent, augment=augment, accumulate=task.agent.accumulate))
     return changed if changed.agent.groups is None else _in_iterations(changed)
 
 
 def _in_iterations(config: RLTrainConfig) -> RLTrainConfig:
-    """For algorithms whose step is an iteration of many updates: log each, so that the run ends near its budget."""
+    """Log every iteration of algorithms with many updates per step, so that the run ends close to its budget."""
     evaluation = config.evaluation and replace(config.evaluation, interval=min(OFTEN, config.evaluation.interval))
     save_interval = min(OFTEN, config.checkpoint.save_interval)
     checkpoint = replace(config.checkpoint, save_interval=save_interval)
@@ -112,7 +112,7 @@ def _in_iterations(config: RLTrainConfig) -> RLTrainConfig:
 
 
 def differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
-    """How each algorithm of a task differs from the task's first, apart from the algorithm's own settings."""
+    """(name, differences) of each algorithm from the task's first one, except for `agent` settings."""
     first: dict[str, RLTrainConfig] = {}
     for run in runs:
         base = first.setdefault(run.task, run.config)

@@ -10,9 +10,9 @@ _POINTS = 200_001
 
 
 def t_quantile(freedom: int, confidence: int | float = CONFIDENCE) -> float:
-    """How many standard errors to each side hold this share of Student's t distribution.
+    """The two-sided quantile of Student's t: |t| stays below it with probability `confidence`.
 
-    With t = sqrt(n) tan(θ) the density becomes cos(θ)^(n-1) on a finite range, and a sum is exact enough.
+    With t = sqrt(n) tan(θ) the density becomes cos(θ)^(n-1) on a finite range, which is integrated numerically.
     """
     angles = np.linspace(0.0, math.pi / 2, _POINTS)
     density = np.cos(angles) ** (freedom - 1)

@@ -19,7 +19,7 @@ RESULTS_FILE, TABLE_FILE, BEST_FILE = "results.json", "results.csv", "best.yaml"
 
 
 def drop_checkpoints(run: Path) -> None:
-    """Delete a run's steps and collected episodes; keep metrics, images, configuration, and files of others."""
+    """Delete a run's steps and collected episodes; keep metrics, images, configuration and foreign files."""
     if not (run / METADATA_FILE).is_file():
         return
     steps = [run / str(step) for step in complete_steps(run) if not foreign_in_step(run / str(step))]
@@ -29,12 +29,12 @@ def drop_checkpoints(run: Path) -> None:
         aside = folder.with_name(f".{folder.name}.deleted")
         with io_errors(f"{folder} cannot be removed"):
             shutil.rmtree(aside, ignore_errors=True)
-            os.rename(folder, aside)  # nothing half deleted has a number for a name
+            os.rename(folder, aside)  # so that a half-deleted step does not look like a checkpoint
             shutil.rmtree(aside)
 
 
 def described(result: Result) -> str:
-    """The result in a few words."""
+    """The result as a short text."""
     if result.state == "done" and result.last is not None:
         return str(result.last)
     return f"{result.state}: {result.reason}" if result.reason else result.state
@@ -57,7 +57,7 @@ def results_json(study: Study) -> dict[str, Any]:
 
 
 def write_results(study: Study) -> None:
-    """results.json, results.csv, and the best trial as a configuration to train."""
+    """Write results.json, results.csv, and the best trial's configuration as best.yaml."""
     search, best, folder = study.search, study.best(), study.search.folder
     columns = ["trial", "state", search.metric, "low", "high", "step", "seconds", *search.space, "reason"]
     table = io.StringIO()

@@ -1,8 +1,8 @@
 """Runs a search: each trial is an ordinary run in its own process, monitored through its files.
 
 A process frees all memory when it ends, and SIGTERM stops it with a checkpoint. So trials cannot affect each other, an
-out-of-memory error is one failed trial, and an interrupted search resumes the run it was in. The searching process
-never touches a device.
+out-of-memory error fails a single trial, and an interrupted search resumes its unfinished runs. The search process
+itself uses no device.
 """
 
 import math
@@ -29,7 +29,7 @@ Keep = Literal["best", "all"]
 
 @dataclass(eq=False, kw_only=True)
 class Attempt(Child):
-    """A trial that runs."""
+    """A running trial."""
 
     trial: Trial
     config: RLTrainConfig
@@ -97,7 +97,7 @@ class Tuner:
         return self._study.count("done", "pruned", "failed")
 
     def _fill(self, waiting: list[Trial], *, late: bool) -> bool:
-        """Start trials in free slots; return False when nothing is left to wait for."""
+        """Start trials in free slots; returns whether any run is active."""
         self._interrupted |= self._stop()
         while not (self._interrupted or late) and self._slots.free and self._begin(waiting):
             pass
@@ -109,7 +109,7 @@ class Tuner:
         for one in list(self._slots.active):
             if self._interrupted:
                 one.stop()
-            code = one.process.poll()  # first, so that nothing it wrote is missed
+            code = one.process.poll()  # before reading its log, so that nothing is missed
             self._look(one)
             if code is not None:
                 self._slots.active.remove(one)
@@ -141,7 +141,7 @@ class Tuner:
         found, one.step = read_evaluations(one.config.run_dir, self._search.metric)
         for evaluated in found[one.seen :]:
             if one.pruned:
-                break  # what a run that was told to stop still finds out depends on chance
+                break  # evaluations after the request to stop depend on timing: ignore them
             one.seen += 1
             self._study.report(one.trial, evaluated)
             if evaluated.step < one.config.num_train_steps:
@@ -158,18 +158,18 @@ class Tuner:
             self._finish(one.trial, "done")
             self._unexplained = 0
         elif code in STOPPED:
-            self._interrupted = True  # whoever did it meant all of them
+            self._interrupted = True  # an external signal stops the whole search
         else:
             self._fail(one, code)
         self._write()
 
     def _fail(self, one: Attempt, code: int) -> None:
-        """Record a failure, unless the settings do not explain it: then every trial would fail."""
+        """Record a failure. Raise if its settings do not explain it and no trial has succeeded, or if it repeats."""
         reason, explained = one.failure(code)
         self._unexplained = 0 if explained else self._unexplained + 1
         hint = f"see its log, {one.log}; once fixed, the same command continues"
         if not explained and not self._study.count("done", "pruned"):
-            raise PirlError(f"trial {one.trial.number} failed: {reason}", hint=hint)  # it stays open, to be repeated
+            raise PirlError(f"trial {one.trial.number} failed: {reason}", hint=hint)  # the trial stays open
         self._finish(one.trial, "failed", reason)
         if self._unexplained >= FAILURES_IN_A_ROW:
             self._write()
@@ -179,7 +179,7 @@ class Tuner:
         self._study.spend(one.trial, self._clock() - one.began)
 
     def _write(self) -> None:
-        """Write all results and delete checkpoints that need not stay."""
+        """Write all results and, with keep "best", delete the checkpoints of other finished trials."""
         write_results(self._study)
         if self._keep == "best":
             best = self._study.best()

@@ -20,14 +20,14 @@ from pirl.recipes.settings import Setting, settings
 from pirl.search import Choice, Range, Scalar, peak
 
 RATES = {"pi0_lr": "policy_schedule", "critic_lr": "critic_schedule"}
-"""Short names of peak learning rates, and their schedules."""
+"""Short names of peak learning rates -> their schedules."""
 FIXED = (
     *("name", "exp_name", "seed", "num_train_steps", "log_interval", "sinks"),
     *("evaluation", "env", "early_stop", "checkpoint", "mesh", "watchdog"),
 )
 """Settings and parts that must be the same in all trials."""
 MOST_COMBINATIONS = 256
-"""Combinations to try before a value counts as impossible."""
+"""Combinations to try before a value counts as invalid."""
 
 Space = Mapping[str, Choice | Range]
 """A search space by dotted path."""
@@ -39,7 +39,7 @@ def default_space(config: RLTrainConfig) -> dict[str, Choice | Range]:
 
 
 def _holding(item: Choice | Range, value: Scalar) -> Choice | Range:
-    """Extend the item to include the configuration's value, so that a search can begin with it."""
+    """Extend a range or choice to include the configuration's value, because a search begins with it."""
     if value in item:
         return item
     if isinstance(item, Range) and isinstance(value, int | float):

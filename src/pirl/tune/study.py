@@ -1,7 +1,7 @@
 """The state of a search: its trials in Optuna's journal. Needs the extra `tune`.
 
-The journal is a file of JSON lines in the study's folder. The next trial depends only on the seed, its number and the
-finished trials, so an interrupted search continues as if it had not been interrupted.
+The journal is a file of JSON lines in the study's folder. A trial's settings depend only on the seed, its number and
+the finished trials, so a resumed search equals an uninterrupted one.
 """
 
 import json
@@ -74,7 +74,7 @@ class Evaluated:
     step: int
     value: float
     low: float | None = None
-    """Ends of the 95 % interval, where there is one."""
+    """Ends of the 95 % interval, if known."""
     high: float | None = None
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def read_evaluations(run: Path, metric: str) -> tuple[list[Evaluated], int]:
         return [], 0
     found: dict[int, Evaluated] = {}
     latest = 0
-    for line in text[: text.rfind("\n") + 1].splitlines():  # the last one may be half written
+    for line in text[: text.rfind("\n") + 1].splitlines():  # the last line may be incomplete
         record = json.loads(line)
         step, values = int(record["step"]), record["values"]
         latest = max(latest, step)
@@ -188,7 +188,7 @@ class Study:
         return [Trial(self._study, found._trial_id) for found in self._found(TrialState.RUNNING)]
 
     def count(self, *states: State) -> int:
-        """Number of trials in a state; all if None."""
+        """Number of trials in these states; without any, of all."""
         wanted = states or tuple(_STATES.values())
         return len(self._found(*(state for state, name in _STATES.items() if name in wanted)))
 
@@ -213,16 +213,15 @@ class Study:
         return self._values(self._frozen(trial))
 
     def report(self, trial: Trial, evaluated: Evaluated) -> None:
-        """Record an evaluation; repeating one, as after an interruption, changes nothing."""
+        """Record an evaluation; idempotent, because resumed runs repeat evaluations."""
         if evaluated.step not in self._frozen(trial).intermediate_values:
             trial.report(evaluated.value, evaluated.step)
             trial.set_user_attr(f"interval/{evaluated.step}", [evaluated.low, evaluated.high])
 
     def hopeless(self, trial: Trial, evaluated: Evaluated) -> str:
-        """Why to prune a trial, or nothing.
+        """The reason to prune a trial, or "".
 
-        The median rule with the benefit of the doubt: the upper end of the trial's interval must lie below the median
-        of the others at this step.
+        A conservative median rule: the upper end of the trial's interval lies below the others' median at this step.
         """
         others = [
             other.intermediate_values[evaluated.step]
@@ -295,7 +294,7 @@ def _ends(interval: list[float | None] | None) -> dict[str, Any]:
 
 
 def _changes(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """The differences, in words."""
+    """The differences between two definitions of a search, as text."""
     found = []
     if there["metric"] != asked["metric"]:
         found.append(f"metric: {there['metric']} there, {asked['metric']} now")
