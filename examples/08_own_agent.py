@@ -4,8 +4,8 @@
     PYTHONPATH=examples pirl train 08_own_agent:RECIPE --exp-name mine --agent.smoothness 2
 
 Imitation with a penalty on acceleration. One Euler step from the noisy chunk x_t to t = 0 estimates the policy's chunk;
-its second difference is its acceleration. An algorithm that does not derive from another implements `build`, `init`,
-`update` and `act` of `pirl.agents.agent.Agent`.
+its second difference is its acceleration. An algorithm that does not derive from another implements `init` and `update`
+of `pirl.agents.agent.Agent`; its fields name the parts it is built from.
 """
 
 import argparse

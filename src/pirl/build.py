@@ -57,7 +57,6 @@ def build_agent(config: RLTrainConfig) -> Agent:
             tx=make_optimizer(config.critic_optimizer, make_schedule(config.critic_schedule)),
             ema_decay=config.agent.critic_ema,
         ),
-        sizes=config.batch_sizes,
         real_action_dim=config.real_action_dim,
         flow_steps=config.rollout.flow_steps,
         encoder_frozen=not isinstance(policy, Pi0) or config.freeze_rule in ("vlm_frozen", "expert_only", "frozen"),

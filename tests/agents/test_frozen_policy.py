@@ -27,7 +27,6 @@ from pirl.models.mlp import MLPFlow
 from pirl.models.observation import Observation
 from pirl.models.params import flatten
 from pirl.recipes import get_config
-from pirl.records import BatchSizes
 
 SIZE, HORIZON, DIM, REAL, CRITIC_HORIZON, STATE, NUM = 8, 3, 3, 2, 2, 4, 3
 POLICY = MLPFlow(MLPFlowConfig(state_dim=STATE, action_dim=DIM, horizon=HORIZON, hidden=(6,)))
@@ -66,16 +65,6 @@ def built(config: Any, sizes: CriticConfig, policy: MLPFlow, actor: Any, critic:
         policy_learner=Learner(tx=actor),
         critic=network,
         critic_learner=Learner(tx=critic, ema_decay=config.critic_ema),
-        sizes=BatchSizes(
-            batch=SIZE,
-            horizon=HORIZON,
-            critic_horizon=CRITIC_HORIZON,
-            action_dim=DIM,
-            state_dim=STATE,
-            cameras=(),
-            image_size=0,
-            token_len=0,
-        ),
         real_action_dim=real,
         flow_steps=4,
     )

@@ -73,9 +73,9 @@ def test_norm_stats_as_text_path_or_dict_are_the_same_file(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("asset", "stats", "message"),
     [
-        ("robot", {"state": {"mean": [0.0], "std": [1.0, 2.0]}}, "differ in length"),
-        ("robot", {"state": {"mean": [float("nan")], "std": [1.0]}}, "not finite"),
-        ("robot", {"state": {"std": [1.0]}}, "cannot be read"),
+        ("robot", {"state": {"mean": [0.0], "std": [1.0, 2.0]}}, "different lengths"),
+        ("robot", {"state": {"mean": [float("nan")], "std": [1.0]}}, "expected a finite number"),
+        ("robot", {"state": {"std": [1.0]}}, "has no 'mean'"),
         ("robot", "absent.json", "no norm statistics for 'robot' at absent.json"),
         ("../robot", STATS, "cannot name an asset"),
     ],

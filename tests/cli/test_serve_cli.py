@@ -118,7 +118,7 @@ def test_shadow_mode(runs: tuple[Path, dict[str, str]], tmp_path: Path, capsys: 
         (["nowhere"], "nowhere"),
         (["RUN", "--best-of", "4"], "without a critic"),
         (["RUN", "--guidance", "2"], "without a condition"),
-        (["RUN", "--port", "99999"], "port is below 65536"),
+        (["RUN", "--port", "99999"], "port is 99999"),
         (["RUN", "--api-key-file", "nowhere.txt"], "cannot be read"),
         (["RUN", "--port", "0", "--max-batch", "1", "--safety", "nowhere.yaml"], "nowhere.yaml"),
         (["RUN", "--port", "0", "--max-batch", "1", "--tls-cert", "nowhere.pem"], "cannot be used"),

@@ -81,8 +81,6 @@ class Parts:
     """A critic that matches the policy, without weights."""
     critic_learner: Learner
     """Optimizer and EMA of the critic's weights."""
-    sizes: BatchSizes
-    """Sizes of the policy's inputs and outputs."""
     real_action_dim: int
     """Action dimensions the robot has; the rest is padding."""
     flow_steps: int

@@ -2,12 +2,11 @@
 
 import glob
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +17,13 @@ from pirl.checkpoints.checksums import seal
 from pirl.checkpoints.ownership import is_export, is_unfinished_export
 from pirl.checkpoints.quiet import quieten_orbax
 from pirl.checkpoints.run_directory import reason_of
-from pirl.errors import CheckpointError, PirlError
+from pirl.data.normalize import NormStats, parse_norm_stats
+from pirl.data.schema import inside
+from pirl.errors import CheckpointError, DataError, PirlError
 from pirl.files import sync
 from pirl.names import ASSETS_ITEM, CHECKSUMS_FILE, NORM_STATS_FILE
 
-NormStats = str | os.PathLike[str] | Mapping[str, Any]
+StatsSource = str | os.PathLike[str] | Mapping[str, Any]
 """Statistics as JSON text, the path of a norm_stats.json, or a dict."""
 
 
@@ -81,24 +82,28 @@ def check_replaceable(final: Path, *, overwrite: bool) -> None:
         )
 
 
-def write_norm_stats(folder: Path, norm_stats: Mapping[str, NormStats]) -> None:
+def write_norm_stats(folder: Path, norm_stats: Mapping[str, StatsSource]) -> None:
     """Write `assets/<asset_id>/norm_stats.json` for every asset, where OpenPI expects it."""
     for asset_id, source in norm_stats.items():
-        parts = PurePosixPath(asset_id).parts
-        if not parts or PurePosixPath(asset_id).is_absolute() or ".." in parts:
-            raise CheckpointError(f"{asset_id!r} cannot name an asset", hint="a name such as trossen or me/my_robot")
-        file = folder / ASSETS_ITEM / asset_id / NORM_STATS_FILE
+        file = folder / ASSETS_ITEM / check_asset_id(asset_id) / NORM_STATS_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(norm_stats_text(source, name=asset_id))
 
 
+def check_asset_id(name: str) -> str:
+    """The name, if it leads to a folder inside `assets`."""
+    if not inside(name):
+        raise CheckpointError(f"{name!r} cannot name an asset", hint="a name such as trossen or me/my_robot")
+    return name
+
+
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write further files of an export, by name."""
+    """Write further files of a folder, by name."""
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def norm_stats_text(source: NormStats, *, name: str) -> str:
+def norm_stats_text(source: StatsSource, *, name: str) -> str:
     """The validated content of a norm_stats.json: with broken statistics a policy would move the robot wrongly."""
     if isinstance(source, Mapping):
         content = source if "norm_stats" in source else {"norm_stats": source}
@@ -110,28 +115,20 @@ def norm_stats_text(source: NormStats, *, name: str) -> str:
             text = Path(source).expanduser().read_text()
         except OSError as error:
             raise CheckpointError(f"no norm statistics for {name!r} at {os.fspath(source)}: {error}") from error
-    _check_norm_stats(text, name)
+    _parsed(text, name)
     return text
 
 
 def norm_stats_dims(text: str, *, name: str) -> dict[str, int]:
     """Key -> dimension of a norm_stats.json."""
-    return {key: len(values["mean"]) for key, values in _check_norm_stats(text, name).items()}
+    return {key: len(stats) for key, stats in _parsed(text, name).items()}
 
 
-def _check_norm_stats(text: str, name: str) -> dict[str, Any]:
-    hint = 'expected {"norm_stats": {"state": {"mean": [...], "std": [...]}, ...}}, as OpenPI writes it'
+def _parsed(text: str, name: str) -> dict[str, NormStats]:
     try:
-        stats = json.loads(text)["norm_stats"]
-        for key, values in stats.items():
-            rows = [values[row] for row in ("mean", "std", "q01", "q99") if values.get(row) is not None]
-            if len(values["mean"]) != len(values["std"]) or len({len(row) for row in rows}) > 1:
-                raise CheckpointError(f"norm statistics {name!r}: the rows of {key!r} differ in length", hint=hint)
-            if not all(math.isfinite(value) for row in rows for value in row):
-                raise CheckpointError(f"norm statistics {name!r}: {key!r} holds values that are not finite", hint=hint)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"norm statistics {name!r} cannot be read: {error!r}", hint=hint) from error
-    return dict(stats)
+        return parse_norm_stats(text, where=f"norm statistics {name!r}")
+    except DataError as error:
+        raise CheckpointError(error.message, hint=error.hint) from error
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from pirl import __version__
-from pirl.checkpoints.export_folder import NormStats, fresh_directory, write_norm_stats, write_texts
+from pirl.checkpoints.export_folder import StatsSource, fresh_directory, write_norm_stats, write_texts
 from pirl.errors import CheckpointError
 from pirl.models.params import flatten, nest
 from pirl.names import PARAMS_ITEM
@@ -21,7 +21,7 @@ def save_openpi(
     params: Mapping[str, Any],
     directory: str | os.PathLike[str],
     *,
-    norm_stats: Mapping[str, NormStats],
+    norm_stats: Mapping[str, StatsSource],
     texts: Mapping[str, str] | None = None,
     overwrite: bool = False,
     value_suffix: bool = True,

@@ -18,7 +18,7 @@ import numpy as np
 
 from pirl import __version__
 from pirl.checkpoints.compare import leaf_shapes
-from pirl.checkpoints.export_folder import NormStats, fresh_directory, write_norm_stats, write_texts
+from pirl.checkpoints.export_folder import StatsSource, fresh_directory, write_norm_stats, write_texts
 from pirl.checkpoints.torch_names import (
     EMBED_TOKENS,
     EXPERT_LM_HEAD,
@@ -46,7 +46,7 @@ def save_pytorch(
     paligemma_variant: str = "gemma_2b",
     action_expert_variant: str = "gemma_300m",
     dtype: Precision = "mixed",
-    norm_stats: Mapping[str, NormStats] | None = None,
+    norm_stats: Mapping[str, StatsSource] | None = None,
     texts: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Path:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from filelock import FileLock
 from pirl import __version__
 from pirl.agents.agent import TrainState
 from pirl.checkpoints.checksums import damage, damaged_step, extra_text, read_extra, seal, verifying
+from pirl.checkpoints.export_folder import check_asset_id, write_texts
 from pirl.checkpoints.file_items import FilesHandler, FilesSave
 from pirl.checkpoints.lighten import can_be_resumed, drop_train_state
 from pirl.checkpoints.ocdbt import read_json
@@ -80,7 +81,7 @@ class Checkpoints:
         self.directory = Path(directory).expanduser().absolute()
         self.config = config
         self._run = as_json(dict(run or {}))
-        self._norm_stats = {_asset_id(name): dict(stats) for name, stats in (norm_stats or {}).items()}
+        self._norm_stats = {check_asset_id(name): dict(stats) for name, stats in (norm_stats or {}).items()}
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pirl-checkpoints")
         self._known: set[int] = set()
         self._saving: int | None = None
@@ -166,7 +167,7 @@ class Checkpoints:
             ),
             TRAIN_STATE_ITEM: ocp.args.PyTreeSave(rest),
             ASSETS_ITEM: FilesSave(self._write_assets),
-            EXTRA_ITEM: FilesSave(lambda target: _write_texts(target, texts)),
+            EXTRA_ITEM: FilesSave(lambda target: write_texts(target, texts)),
         }
         self._sealing, self._began = step, time.monotonic()
         with self._save_errors(step):
@@ -348,18 +349,6 @@ def steps_to_keep(steps: list[int], scores: Mapping[int, float], config: Checkpo
         ranked = sorted((sign * score, step) for step, score in scores.items() if step in set(steps))
         keep |= {step for _, step in ranked[-best.count :]}
     return keep
-
-
-def _write_texts(target: Path, texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-        (target / name).write_text(text, encoding="utf-8")
-
-
-def _asset_id(name: str) -> str:
-    parts = PurePosixPath(name).parts
-    if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-        raise CheckpointError(f"{name!r} cannot name an asset", hint="a name such as trossen or me/my_robot")
-    return name
 
 
 def _free(directory: Path) -> str:

@@ -59,11 +59,6 @@ class TorchTensor:
     pattern: str
     """Rearrangement of the part's axes to the tensor's."""
 
-    @property
-    def model_dtype(self) -> str:
-        """Its dtype in OpenPI's PyTorch model: bfloat16, but float32 for norms, patches and the heads."""
-        return model_dtype(self.name)
-
     def to_torch(self, part: np.ndarray) -> np.ndarray:
         """Rearrange our part of the leaf to PyTorch's layout."""
         return part.transpose(_order(self.pattern)).reshape(self.shape)

@@ -369,6 +369,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
+    """Free space on the disk of a folder that may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -57,6 +57,7 @@ def choose_encoding(codec: str | VideoEncoding) -> VideoEncoding:
 
 
 def can_encode(encoder: str) -> bool:
+    """Whether PyAV has this encoder."""
     try:
         return bool(av.Codec(encoder, "w").is_encoder)
     except (av.FFmpegError, ValueError):  # PyAV's error for an unknown codec is a ValueError

@@ -95,19 +95,26 @@ def _quantiles(stats: NormStats) -> tuple[Array, Array]:
 
 def load_norm_stats(path: str | Path) -> dict[str, NormStats]:
     """Read OpenPI's `norm_stats.json`; `path` is the file or its folder."""
-    file, content = _read_stats(path)
+    file, text = _read_text(path)
+    return parse_norm_stats(text, where=str(file), needed=(STATE, ACTIONS))
+
+
+def parse_norm_stats(text: str, *, where: str, needed: Sequence[str] = ()) -> dict[str, NormStats]:
+    """The statistics in the text of a `norm_stats.json`, checked: broken ones would move a robot wrongly."""
+    content = _parse(text, where)
     entries = content.get("norm_stats") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
-        raise DataError(f"{file} has no 'norm_stats' object at its top", hint=_HINT)
-    for key in (STATE, ACTIONS):
+        raise DataError(f"{where} has no 'norm_stats' object at its top", hint=_HINT)
+    for key in needed:
         if key not in entries:
-            raise DataError(f"{file} has no statistics of {key!r}; it has {sorted(entries)}", hint=_HINT)
-    return {key: _parse_entry(entry, f"{file}: {key}") for key, entry in entries.items()}
+            raise DataError(f"{where} has no statistics of {key!r}; it has {sorted(entries)}", hint=_HINT)
+    return {key: _parse_entry(entry, f"{where}: {key}") for key, entry in entries.items()}
 
 
 def load_origin(path: str | Path) -> StatsOrigin | None:
     """Robot, horizon and datasets of the statistics in a file or folder; None if unknown, as in OpenPI's files."""
-    _, content = _read_stats(path)
+    file, text = _read_text(path)
+    content = _parse(text, str(file))
     found = content.get(_ORIGIN) if isinstance(content, dict) else None
     if not isinstance(found, dict) or not isinstance(found.get("horizon"), int):
         return None
@@ -116,17 +123,20 @@ def load_origin(path: str | Path) -> StatsOrigin | None:
     return StatsOrigin(robot=str(found.get("robot")), horizon=found["horizon"], datasets=datasets)
 
 
-def _read_stats(path: str | Path) -> tuple[Path, Any]:
+def _read_text(path: str | Path) -> tuple[Path, str]:
     path = Path(path)
     file = path if path.suffix == ".json" else path / NORM_STATS_FILE
     try:
-        text = file.read_text(encoding="utf-8")
+        return file, file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"no normalisation statistics at {file}", hint=_HINT) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as JSON: {error}", hint=_HINT) from error
+
+
+def _parse(text: str, where: str) -> Any:
     try:
-        return file, parse_json(text, where=str(file))
+        return parse_json(text, where=where)
     except DataError as error:
         raise DataError(f"not JSON: {error.message}", hint=_HINT) from error
 

@@ -59,7 +59,7 @@ def possible(config: Pi0Config) -> bool:
 
 @cache
 def compiles() -> bool:
-    """Kernels are compiled by other means than the rest of a program, and no run should fail for want of those."""
+    """Whether the kernel compiles on this machine; its compiler is another one than XLA's, and no run depends on it."""
     inner = AHEAD * INNER
     shapes = ((ROWS, inner), (inner, COLUMNS), (inner, COLUMNS))
     try:

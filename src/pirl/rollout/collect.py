@@ -85,58 +85,52 @@ def collect(
     stats = CollectStats() if stats is None else stats
     queue = _Queue(jobs, retries=retries, slots=pool.size, stats=stats)
     running: dict[int, _Running] = {}
+
+    def choose(slots: Iterable[int]) -> dict[int, Plan]:
+        episodes = {slot: running[slot] for slot in slots}
+        if not episodes:
+            return {}
+        began = time.perf_counter()
+        plans = policy.choose(
+            {slot: episode.seen for slot, episode in episodes.items()},
+            {slot: (episode.job.number, len(episode.rewards)) for slot, episode in episodes.items()},
+        )
+        stats.policy_seconds += time.perf_counter() - began
+        stats.policy_calls += 1
+        stats.rows_used += len(plans)
+        return plans
+
     clock = time.perf_counter()
     while queue.waiting or running:
         if stop():
             raise CollectionStoppedError
+        began = time.perf_counter()
         free = [slot for slot in range(pool.size) if slot not in running]
         given = {slot: queue.waiting.popleft() for slot in free[: len(queue.waiting)]}
-        asked = time.perf_counter()
         for slot, begun in pool.start({slot: job.context for slot, job in given.items()}).items() if given else ():
             if isinstance(begun, Lost):
                 queue.lose(given[slot], begun.reason)
             else:
                 running[slot] = _Running(given[slot], begun, policy.transform.robot)
-        started = time.perf_counter()
-        plans = policy.choose(
-            {slot: episode.seen for slot, episode in running.items()},
-            {slot: (episode.job.number, len(episode.rewards)) for slot, episode in running.items()},
-        )
-        planned = time.perf_counter()
+        stats.env_seconds += time.perf_counter() - began
+        plans = choose(running)
+        began = time.perf_counter()
         chunks = {slot: plan.chunk[: policy.execute] for slot, plan in plans.items()}
         answers = pool.advance(chunks, every_picture=every_picture) if chunks else {}
-        stats.env_seconds += started - asked + time.perf_counter() - planned
-        stats.policy_seconds += planned - started
-        stats.policy_calls += bool(plans)
-        stats.rows_used += len(plans)
-        finished: list[Rollout] = []
-        lost: list[tuple[Job, str]] = []
-        ended: dict[int, Advanced] = {}
-        for slot, answer in answers.items():
-            if isinstance(answer, Lost):
-                lost.append((running.pop(slot).job, answer.reason))
-                continue
+        stats.env_seconds += time.perf_counter() - began
+        lost = {slot: answer.reason for slot, answer in answers.items() if isinstance(answer, Lost)}
+        advanced = {slot: answer for slot, answer in answers.items() if isinstance(answer, Advanced)}
+        for slot, answer in advanced.items():
             running[slot].add(plans[slot], answer)
-            if answer.terminated or answer.truncated:
-                ended[slot] = answer
-        cut = [slot for slot, answer in ended.items() if not answer.terminated]
-        if last_look and cut:
-            planned = time.perf_counter()
-            last = policy.choose(
-                {slot: running[slot].seen for slot in cut},
-                {slot: (running[slot].job.number, len(running[slot].rewards)) for slot in cut},
-            )
-            for slot, plan in last.items():
+        ended = {slot: answer for slot, answer in advanced.items() if answer.terminated or answer.truncated}
+        if last_look:
+            for slot, plan in choose(slot for slot, answer in ended.items() if not answer.terminated).items():
                 running[slot].note(plan)
-            stats.policy_seconds += time.perf_counter() - planned
-            stats.policy_calls += 1
-            stats.rows_used += len(cut)
-        for slot, answer in ended.items():
-            finished.append(running.pop(slot).finish(answer))
-            stats.episodes += 1
-            stats.env_steps += len(finished[-1].episode)
-        for job, reason in lost:  # now that all those are counted that were not
-            queue.lose(job, reason)
+        finished = [running.pop(slot).finish(answer) for slot, answer in ended.items()]
+        stats.episodes += len(finished)
+        stats.env_steps += sum(len(one.episode) for one in finished)
+        for slot, reason in lost.items():  # after the finished ones are counted: without any, the environment is broken
+            queue.lose(running.pop(slot).job, reason)
         stats.total_seconds += (now := time.perf_counter()) - clock
         clock = now
         yield from finished
