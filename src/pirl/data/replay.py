@@ -254,13 +254,15 @@ def _read(path: Path, cameras: tuple[str, ...]) -> tuple[Episode, Frames]:
         arrays = read_arrays(path)
         frames = {camera: arrays[f"frames.{camera}"] for camera in cameras}
         outcome = int(arrays["success"])
+        names = ("state", "actions", "rewards", "terminated", "truncated")
+        low_dim: dict[str, Any] = {name: arrays[name] for name in names}
         episode = Episode(
             task=str(arrays["task"]),
             success=None if outcome < 0 else bool(outcome),
             intended=arrays.get("intended"),
             intervention=arrays.get("intervention"),
             observed=arrays.get("observed"),
-            **{name: arrays[name] for name in ("state", "actions", "rewards", "terminated", "truncated")},
+            **low_dim,
         )
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", hint="restore the replay folder that belongs to it") from error

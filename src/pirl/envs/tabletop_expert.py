@@ -16,7 +16,7 @@ nor do values of observed returns.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
@@ -191,7 +191,7 @@ def _split(columns: dict[str, Array], contexts: Sequence[Context]) -> list[Rollo
     rollouts = []
     for number, context in enumerate(contexts):
         steps = {name: values[number] for name, values in parts.items()}
-        low = {name: steps[name] for name in ("actions", "rewards", "terminated", "truncated")}
+        low: dict[str, Any] = {name: steps[name] for name in ("actions", "rewards", "terminated", "truncated")}
         every = np.arange(len(steps["slot"]))
         rollouts.append(
             Rollout(

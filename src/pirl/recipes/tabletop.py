@@ -131,7 +131,8 @@ _FLOW_PPO = apply(
 # What the other algorithms' results were measured with (docs/results/tabletop.md), but for the gate. Those without a
 # critic to judge train on all episodes.
 _MEASURED = replace(_ACRLPD, critic=_BC.critic)
-_UNGATED = replace(_ACRLPD, agent=replace(_ACRLPD.agent, gate=None), data=_BC.data)
+_NO_GATE: dict[str, Any] = {"gate": None}
+_UNGATED = replace(_ACRLPD, agent=replace(_ACRLPD.agent, **_NO_GATE), data=_BC.data)
 _WHOLE = replace(_UNGATED, critic=_BC.critic)
 _AS_MEASURED: dict[str, Any] = {"discount": 0.9}
 _BESIDE: dict[str, Any] = _AS_MEASURED | {"actor_warmup_steps": 400, "actor_hidden": (128, 128)}

@@ -8,6 +8,7 @@ import hashlib
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,13 +78,14 @@ def _read(path: Path) -> Rollout:
         if _digest(arrays) != path.stem.split("-")[-1]:
             raise ValueError("its content does not match the hash in its name")
         outcome = int(arrays["success"])
+        low_dim: dict[str, Any] = {name: arrays[name] for name in _EPISODE if name in arrays}
         return Rollout(
             context=Context(str(arrays["context_task"]), int(arrays["context_init"])),
             number=int(arrays["number"]),
             episode=Episode(
                 task=str(arrays["task"]),
                 success=None if outcome < 0 else bool(outcome),
-                **{name: arrays[name] for name in _EPISODE if name in arrays},
+                **low_dim,
             ),
             starts=arrays["starts"],
             frame_steps=arrays["frame_steps"],
