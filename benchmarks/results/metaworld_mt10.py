@@ -37,6 +37,8 @@ SUCCESSES = (
     *("--pi0-lr", "3e-4", "--policy-schedule.decay-steps", _STEPS),
 )
 """Imitation of successes, with the learning rate and steps of the algorithms it is compared with."""
+CURVE = ("--evaluation.episodes", "50")
+"""Success on validation states against environment steps, in the run's metrics."""
 ACRLPD = "acrlpd_metaworld_mt10"
 MT10_TASK = Task(
     name="metaworld_mt10",
@@ -77,7 +79,11 @@ def state_rows() -> tuple[Row, ...]:
         Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=("--best-of", "8")),
         Row("recap", "RECAP, offline", "recap_metaworld_mt10_state", "bc"),
         Row("dsrl", "DSRL, offline", "dsrl_metaworld_mt10_state", "bc"),
-        Row("ript", "BC, then RIPT", "ript_metaworld_mt10_state", "bc"),
+        Row("successes_acrlpd", "**successes only, then ACRLPD, offline**", rl, "successes"),
+        Row("successes_acrlpd_best", "– best of 8 by its critic", rl, of="successes_acrlpd", acting=("--best-of", "8")),
+        Row("successes_dsrl", "successes only, then DSRL, offline", "dsrl_metaworld_mt10_state", "successes"),
+        Row("ript", "BC, then RIPT", "ript_metaworld_mt10_state", "bc", CURVE),
+        Row("successes_ript", "**successes only, then RIPT**", "ript_metaworld_mt10_state", "successes", CURVE),
     )
 
 

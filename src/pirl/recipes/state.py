@@ -83,12 +83,22 @@ _ACRLPD = replace(
 _RIPT = replace(
     _METAWORLD,
     name="ript_metaworld_mt10_state",
-    agent=RIPTConfig(group_size=8, groups_per_iteration=20, max_attempts=1.5, epochs=2, flow_draws=4),
-    rollout=RolloutConfig(num_envs=160, flow_steps=5),
-    policy_schedule=CosineSchedule(warmup_steps=1, peak_lr=2e-4, decay_steps=200, decay_lr=2e-5),
-    evaluation=EvalConfig(interval=8, episodes=100, films=0),
-    checkpoint=CheckpointConfig(save_interval=8, keep_period=None),
-    num_train_steps=8,
+    agent=RIPTConfig(
+        group_size=8,
+        groups_per_iteration=24,
+        max_attempts=1.25,
+        epochs=5,
+        advantage="std",
+        weigh="rollouts",
+        drift_limit=0.05,
+        flow_draws=2,
+    ),
+    rollout=RolloutConfig(num_envs=64, flow_steps=5),
+    policy_schedule=CosineSchedule(warmup_steps=10, peak_lr=5e-4, decay_steps=750, decay_lr=5e-5),
+    evaluation=EvalConfig(interval=5, episodes=100, films=0),
+    checkpoint=CheckpointConfig(save_interval=5, keep_period=None),
+    batch_size=256,
+    num_train_steps=20,
     log_interval=1,
 )
 
