@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("loops/measured"))
     parser.add_argument("--demos", type=int, default=1500, help="demonstrations to record")
     parser.add_argument("--clone-steps", type=int, default=2400, help="training steps of the cloned policy")
-    parser.add_argument("--steps", type=int, default=800, help="training steps of each generation")
+    parser.add_argument("--steps", type=int, default=1600, help="training steps of each generation")
     parser.add_argument("--generations", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=60, help="episodes to collect per generation")
     parser.add_argument("--comparison", type=int, default=100, help="most episodes of a blind comparison")

@@ -85,7 +85,7 @@ def test_a_better_candidate_is_promoted_and_the_next_is_trained_from_it(tmp_path
     assert sum(first.comparison["episodes"]) in (20, 40)  # it stopped at a look
     said = calls.read_text().splitlines()
     assert [line.split()[0] for line in said[:2]] == ["robot", "train"]
-    assert said[1].endswith(f"--data-path demos {config.path}/generations/001/episodes --gain 0.7")
+    assert said[1].endswith(f"--data-path demos {config.path}/generations/001/episodes --gain 0.7 --resume auto")
     page = (config.path / "loop.html").read_text()
     assert "promote" in page
     assert "Finished." in page
@@ -187,7 +187,7 @@ def test_a_command_that_fails_is_told_and_resumed(tmp_path: Path, calls: Path, m
     said = calls.read_text().splitlines()
     collected = [line.split()[3] for line in said if line.startswith("robot")][:2]
     assert collected == ["20000,20001,20002", "20002"]  # two episodes were recorded before it failed
-    assert "--resume" in next(line for line in reversed(said) if line.startswith("train"))
+    assert [line.endswith("--resume auto") for line in said if line.startswith("train")][:2] == [True, True]
 
 
 def test_episodes_without_outcomes_wait_for_labels(tmp_path: Path, calls: Path) -> None:

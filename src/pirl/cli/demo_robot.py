@@ -19,13 +19,13 @@ def plan_loop(folder: Path, *, quick: bool, seed: int) -> list[Stage]:
     stages = plan(folder, quick=quick, seed=seed)[0][:3]
     file, state = folder / "loop.yaml", folder / "loop" / "state.json"
     over = state.is_file() and len(_finished(state)) >= GENERATIONS
-    command, took = ("improve", str(file)), 120 if quick else 420
+    command, took = ("improve", str(file)), 120 if quick else 600
     return [*stages, Stage("generations at the simulated robot", command, state, over, took)]
 
 
 def write_loop(folder: Path, stages: list[Stage], *, quick: bool, seed: int) -> None:
     """Write the loop's settings. A scripted supervisor watches half of the collected episodes, but no comparisons."""
-    steps = "80" if quick else "800"
+    steps = "80" if quick else "1600"
     settings: dict[str, Any] = {
         "folder": str(folder / "loop"),
         "recipe": "acrlpd_tabletop",

@@ -31,7 +31,7 @@ from pirl.training.features import Features
 
 FILE = "extra/novelty.npz"
 """Its file in the checkpoint's folder."""
-COMPONENTS, KEPT, FOLDS, QUANTILE = 64, 4096, 5, 0.95
+COMPONENTS, KEPT, FOLDS, QUANTILE = 128, 4096, 5, 0.95
 """K; number of stored frames; cross-validation folds of episodes; share of episodes within the limit."""
 LEAST = 20
 """Fewest episodes for that quantile."""
@@ -93,7 +93,7 @@ def fit(features: Float[np.ndarray, "N D"], episode: Int[np.ndarray, "N"], *, we
 
 
 def frames(
-    features: Float[np.ndarray, "N D"],
+    features: Float[np.ndarray, "N D"], components: int = COMPONENTS
 ) -> tuple[Float[np.ndarray, "D"], Float[np.ndarray, "D K"], Float[np.ndarray, "R K"]]:
     """(mean, directions, stored rows)."""
     known = features.astype(np.float64)
@@ -101,7 +101,7 @@ def frames(
     std = np.where(std > 1e-6 * std.max(), std, np.inf)  # drop constant features
     scaled = (known - mean) / std
     strength, axes = np.linalg.eigh(scaled.T @ scaled / len(scaled))
-    strength, axes = strength[::-1][:COMPONENTS], axes[:, ::-1][:, :COMPONENTS]
+    strength, axes = strength[::-1][:components], axes[:, ::-1][:, :components]
     real = strength > 1e-6 * strength[0]
     directions = axes[:, real] / np.sqrt(strength[real]) / std[:, None]
     return mean, directions, np.random.default_rng(1).permutation((known - mean) @ directions)[:KEPT]

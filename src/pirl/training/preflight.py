@@ -297,7 +297,7 @@ def metric_problems(
         every, saved = measured.interval, config.checkpoint.save_interval
         if every % saved and saved % every and math.lcm(every, saved) > config.num_train_steps:
             yield ConfigError(
-                f"only the last step is both evaluated (every {every}) and saved (every {saved}): no choice for keep_best",
+                f"only the last step is both evaluated (every {every}) and saved (every {saved}): no choice of a best",
                 hint=f"make one a multiple of the other: --checkpoint.save-interval {every}",
             )
 
