@@ -10,7 +10,6 @@ from typing import Any
 
 from pirl.cli.app import Parser, positive
 from pirl.errors import ConfigError
-from pirl.files import size_of
 
 NAME = "record"
 HELP = """\
@@ -63,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
             "--processes are the expert's; for a policy set --rollout.backend process --rollout.num-workers"
         )
 
+    from pirl.files import size_of
     from pirl.recipes import cli
 
     config = cli([args.recipe, *args.settings], prog=f"pirl {NAME}")
