@@ -1,5 +1,6 @@
 """A file is written whole or not at all."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,22 @@ def test_several_writers_at_once_do_not_mix(tmp_path: Path) -> None:
         first.write_text("first")
         second.write_text("second")
     assert file.read_text() == "first"
+
+
+def test_what_killed_writers_left_goes_an_hour_later(tmp_path: Path) -> None:
+    """Not what belongs to a writer at work, to another file, or to somebody else."""
+    names = {
+        "stale": ".table.csv.0123456789ab.tmp.csv",
+        "at work": ".table.csv.ba9876543210.tmp.csv",
+        "of another file": ".table.csv.old.0123456789ab.tmp.csv",
+        "somebody's": ".table.csv.notes.tmp.csv",
+    }
+    for name in names.values():
+        (tmp_path / name).write_text("half")
+    for kind in names.keys() - {"at work"}:
+        os.utime(tmp_path / names[kind], (0, 0))
+    write_text(tmp_path / "table.csv", "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"table.csv", *names.values()} - {names["stale"]}
 
 
 def test_arrays_come_back_and_objects_are_refused(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Atomic files: written to a temporary name, synced, then renamed."""
 
+import glob
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 
 LEFTOVERS = ".*.tmp*"
 """Glob for partial files left by killed processes."""
+_STALE_SECONDS = 3600.0
+"""Age from which an untouched partial file counts as a killed process's."""
 
 
 @contextmanager
@@ -45,9 +49,13 @@ def sync(path: Path) -> None:
 
 
 def write_bytes(file: Path, content: bytes) -> None:
-    """Write or replace a file atomically."""
+    """Write or replace a file atomically; partial files of earlier writers that were killed go after an hour."""
     with replacing(file) as partial:
         partial.write_bytes(content)
+    for leftover in file.parent.glob(f".{glob.escape(file.name)}.{'[0-9a-f]' * 12}.tmp*"):
+        with suppress(OSError):  # somebody else removed it
+            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
+                leftover.unlink()
 
 
 def write_text(file: Path, text: str) -> None:

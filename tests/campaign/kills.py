@@ -51,10 +51,14 @@ class Case:
     """Its results as JSON values, without times."""
     writing: str
     """Glob of files that exist while something is being written."""
+    held: Callable[[Path], int] | None = None
+    """How much of what was saved is readable; a kill must never reduce it."""
 
 
 def cases() -> dict[str, Case]:
-    """All cases: training offline, in rollout groups (local and in workers) and online; export; evaluation; search."""
+    """All cases: training offline, in rollout groups (local and in workers) and online; export; evaluation; search;
+    recording; statistics.
+    """
     from collecting_runs import ROLLOUT, online_run, ript_run, saving
     from pirl.agents.config import BCConfig
     from pirl.rollout.config import EvalConfig
@@ -106,7 +110,45 @@ def cases() -> dict[str, Case]:
             look=_look_at_search,
             writing="runs/*/*/*.orbax-checkpoint-tmp*",
         ),
+        "record": Case(
+            words=lambda folder: ["record", "bc_tabletop", *EPISODES, "--root", str(folder / "data"), "--append"],
+            prepare=lambda _: None,
+            look=lambda folder: {"enough": _episodes(folder) >= int(EPISODES[1])},
+            writing="data/.writing/*",
+            held=_episodes,
+        ),
+        "norm-stats": Case(
+            words=lambda folder: [
+                *("norm-stats", str(folder / "data"), "--robot", "tabletop"),
+                *("--out", str(folder / "out"), "--overwrite"),
+            ],
+            prepare=_prepare_statistics,
+            look=lambda folder: (folder / "out/norm_stats.json").read_text().replace(str(folder), ""),
+            writing="out/.*",
+        ),
     }
+
+
+EPISODES = ("--episodes", "12")
+
+
+def _episodes(folder: Path) -> int:
+    """Episodes of a dataset, every row and picture of them read; 0 where there is none yet."""
+    from pirl.data.dataset import LeRobotSource
+
+    root = folder / "data"
+    if not (root / "meta/info.json").is_file():
+        return 0
+    source = LeRobotSource(root, cameras={"base_0_rgb": "observation.images.image"}, image_size=None)
+    for number in range(len(source)):
+        assert len(source.frames(number)["base_0_rgb"]) == len(source.episode(number).actions)
+    return len(source)
+
+
+def _prepare_statistics(folder: Path) -> None:
+    from pirl.cli import app
+
+    assert app.main(["record", "bc_tabletop", *EPISODES, "--root", str(folder / "data")]) == 0
 
 
 def _write(file: Path, config: Any) -> None:
@@ -295,9 +337,14 @@ class Attack:
             return False
 
     def _check_steps(self, folder: Path) -> int:
-        """Check that every named step is complete."""
+        """Check that every named step is complete and that nothing saved has been lost."""
         from pirl.checkpoints.checksums import damage, read_checksums
 
+        if self.case.held is not None:
+            count = folder / "held.log"
+            held = self.case.held(folder)
+            assert held >= (int(count.read_text()) if count.exists() else 0), f"{held} of {count.read_text()} are left"
+            count.write_text(str(held))
         for params in folder.glob("runs/*/*/*/params"):
             if params.parent.name.isdecimal():
                 assert read_checksums(params.parent), params
@@ -346,7 +393,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-round", type=int, default=4, help="kills before a command may finish (default 4)")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no round after this time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="train,ript,ript-workers,online,export,eval,tune", help="cases, by comma")
+    parser.add_argument(
+        "--only", default="train,ript,ript-workers,online,export,eval,tune,record,norm-stats", help="cases, by comma"
+    )
     args = parser.parse_args(argv)
     sys.path.insert(0, str(ROOT / "tests"))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
@@ -391,6 +440,8 @@ def _import_all() -> None:
     import pirl.cli.app
     import pirl.cli.eval
     import pirl.cli.export
+    import pirl.cli.norm_stats
+    import pirl.cli.record
     import pirl.cli.train
     import pirl.cli.tune
     import pirl.recipes

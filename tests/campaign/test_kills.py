@@ -13,6 +13,7 @@ import pytest
 CASES = {"train": 3, "export": 3}
 if os.environ.get("CAMPAIGN"):
     CASES = {"train": 40, "ript": 24, "ript-workers": 16, "online": 24, "export": 24, "eval": 16, "tune": 6}
+    CASES |= {"record": 16, "norm-stats": 16}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="copies processes and reads /proc")

@@ -15,7 +15,7 @@ from pirl.data.robots import make_robot
 from pirl.data.transforms import Transform
 from pirl.errors import EnvError, PirlWarning
 from pirl.names import BASE_CAMERA
-from pirl.parallel.distributed import DistributedError
+from pirl.parallel.failures import DistributedError
 from pirl.records import Context, Rollout
 from pirl.rollout import hosts
 from pirl.rollout.collect import CollectionStoppedError, CollectStats, Job, numbered

@@ -16,6 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
@@ -226,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _fail("internal error", f"{type(error).__name__}: {error}", hint)
             code = 1
     if code == 1 and argv is None and _one_of_several():
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(code)  # jax would wait for the others at its exit
     return code
 

@@ -22,7 +22,7 @@ from pirl.errors import PirlError
 
 PATIENCE = 10.0
 """Seconds for a process to end by itself after reporting that another one failed."""
-_ASK_SECONDS = 0.5
+_ASK_SECONDS = 1.0
 _LAST_SECONDS = 5.0
 """Seconds for the others to print their error and exit."""
 _LOST = re.compile(r"gloo|nccl|heartbeat|coordination.?service|(reset|closed) by peer|socket closed", re.IGNORECASE)
