@@ -120,17 +120,19 @@ STRESS = {
     "BC_slips": Row("BC, random physics", "bc_tabletop", data="slips", after=None),
     "slips": Row("ACRLPD, random physics", "acrlpd_tabletop", data="slips", after="BC_slips"),
 }
+TWICE = ("--policy-schedule.decay-steps", "3200")
 STITCH = {
     "imitation": MAIN["imitation"],
-    "imitation_of_successes": MAIN["imitation_of_successes"],
-    "filtered": Row("BC, filtered by discounted return", "filtered_tabletop", ("--agent.share", "0.2")),
-    "MC": Row("ACRLPD, observed returns only", "acrlpd_tabletop", ("--agent.mc-steps", "1600")),
-    "RECAP": Row("RECAP", "recap_tabletop"),
-    "ACRLPD": MAIN["ACRLPD"],
+    "imitation_of_successes": Row("BC, success-filtered", "bc_tabletop", FILTERED, 1200),
+    "filtered": Row("BC, filtered by return", "filtered_tabletop", ("--agent.share", "0.2", *TWICE), 3200),
+    "MC": Row("ACRLPD, observed returns only", "acrlpd_tabletop", ("--agent.mc-steps", "3200", *TWICE), 3200),
+    "RECAP": Row("RECAP", "recap_tabletop", TWICE, 3200),
+    "ACRLPD": Row("**ACRLPD**", "acrlpd_tabletop", TWICE, 3200),
     "ACRLPD,_best_of_8": MAIN["ACRLPD,_best_of_8"],
-    "ACRLPD_shuffled": MAIN["ACRLPD_shuffled"],
+    "ACRLPD_shuffled": Row("control: ACRLPD, outcomes shuffled", "acrlpd_tabletop", TWICE, 3200, data="shuffled"),
     "perfect": Row("BC on perfect demonstrations", "bc_tabletop", data="perfect", after=None),
 }
+"""Twice the demonstrations and updates: there are two choices to learn, and one of them by bootstrapping alone."""
 ROWS = {"easy": {"main": MAIN, "more": MORE, "stress": STRESS}, "stitch": {"main": STITCH}}
 
 
@@ -184,7 +186,7 @@ class Seed:
         if name == "shuffled":
             return shuffled(self.data("tabletop"), self.seed)
         root, stats = self.folder / "data" / name, self.folder / "assets" / name
-        whole = DATA[name].episodes // 10 if self.quick else DATA[name].episodes
+        whole = DATA[name].episodes * (2 if self.level == "stitch" else 1) // (10 if self.quick else 1)
         have = num_recorded(root)
         if have < whole:
             words = ("--episodes", str(whole - have), "--seed", str(self.seed), *self.env(name), *DATA[name].record)

@@ -36,7 +36,7 @@ def test_perfect_operator_always_succeeds_and_in_time(level: str) -> None:
 
 @pytest.mark.parametrize(
     ("level", "success", "in_time"),
-    [("easy", 0.68, 0.45), ("colours", 0.60, 0.42), ("two_blocks", 0.65, 0.54), ("stitch", 0.30, 0.30)],
+    [("easy", 0.68, 0.45), ("colours", 0.60, 0.42), ("two_blocks", 0.65, 0.54), ("stitch", 0.36, 0.36)],
 )
 def test_default_demonstrations_are_as_good_as_measured(level: str, success: float, in_time: float) -> None:
     got = rates(record(level, 1500), LEVELS[level].max_steps)
@@ -111,7 +111,7 @@ def test_stitch_no_episode_that_begins_at_the_table_succeeds() -> None:
     rollouts = record("stitch", 400)
     success = np.array([rollout.episode.success for rollout in rollouts])
     handed = np.array([begins_holding(rollout) for rollout in rollouts])
-    assert abs(handed.mean() - 0.5) < 0.08
+    assert abs(handed.mean() - 0.6) < 0.08
     assert not success[~handed].any()
     assert abs(success[handed].mean() - 0.6) < 0.1
 
@@ -123,11 +123,6 @@ def test_stitch_no_episode_that_begins_at_the_table_succeeds() -> None:
     assert abs(right[~handed].mean() - 0.4) < 0.12
     right_zone = delivered == table.state.zone
     np.testing.assert_array_equal(right_zone[right], success[right])
-    for rollout in rollouts:  # as many steps as a policy plans
-        held = rollout.episode.state[:, 3] > 0
-        still = (rollout.episode.actions[:, :2] == 0).all(axis=1)[held]
-        assert still[:4].all()
-        assert not still[4]
     assert abs(right_zone[~right].mean() - 1 / 3) < 0.15  # a wrong block fails in the right zone as well
 
 

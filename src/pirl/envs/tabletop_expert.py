@@ -11,8 +11,7 @@ wrong block is fetched. The others begin with the right block in the gripper, as
 go to the right zone or to a wrong one. So outcomes tell which zone is right, but not which block: every return of that
 stage is 0. With the block in hand nothing tells how the episode began, so values that bootstrap there carry the success
 of one kind of episode back to the beginning of the other. No choice among episodes or chunks by their outcomes does,
-nor do values of observed returns. After a grasp the operator pauses for as many steps as a policy plans: a chunk that
-takes the right block and already heads for the wrong zone has a low value, and rightly so.
+nor do values of observed returns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from pirl.envs.config import TabletopConfig, TabletopLevel
 from pirl.envs.tabletop import SPEED, STATE, Tabletop
 from pirl.errors import ConfigError, EnvError
-from pirl.ranges import Checked, Natural, NotNegative, Share
+from pirl.ranges import Checked, NotNegative, Share
 from pirl.records import Array, Context, Episode, Rollout
 
 OPERATOR_STEPS = 36
@@ -52,9 +51,6 @@ class Dials(Checked):
     """Standard deviation of the moves, as a share of the longest; moves that arrive have none."""
     mislabelled: Share = 0.0
     """Share of episodes, of any kind, whose recorded outcome is the wrong one: labels are not always right."""
-    pause: Natural = 0
-    """Steps it stands still with a block in the gripper. With as many as a policy plans, no chunk that takes a
-    block commits to a zone as well."""
     handed: Share = 0.0
     """Share that begins with the right block in the gripper, whichever it would have taken; independent of the errors
     that follow."""
@@ -71,12 +67,12 @@ DEMONSTRATION: Mapping[TabletopLevel, Dials] = {
     "easy": Dials(wrong=0.25, detour=0.25, early=0.08),
     "colours": Dials(wrong=0.15, wrong_block=0.2, detour=0.2, early=0.05),
     "two_blocks": Dials(wrong=0.15, wrong_block=0.15, detour=0.2, early=0.05),
-    "stitch": Dials(wrong=0.4, wrong_block=0.6, any_zone=True, handed=0.5, pause=4),
+    "stitch": Dials(wrong=0.4, wrong_block=0.6, any_zone=True, handed=0.6),
 }
 """The imperfect demonstrations of each level."""
 
 _CLOSE, _OPEN = 1.0, -1.0
-_LEGS = 8
+_LEGS = 3
 
 
 class Route(NamedTuple):
@@ -107,7 +103,7 @@ def plan(table: Tabletop, slot: int, *, dials: Dials, rng: np.random.Generator) 
     block = blocks[other_block if strays else right_block]
     zone = zones[other_zone if wrong else any_zone if strays and dials.any_zone else right_zone]
 
-    route = [(*block, _CLOSE)] * (dials.pause + (not handed))
+    route = [] if handed else [(*block, _CLOSE)]
     if detour:
         route.append((*zones[other_zone], _CLOSE))
     route.append((*(block + share * (zone - block) if early else zone), _OPEN))
