@@ -44,6 +44,11 @@ class ACRLPD(QChunking):
         """`distill` chooses among them, and their spread is the scale of advantages."""
         return super().samples or self.config.actor == "distill" or self.config.scale_by_state
 
+    @property
+    def holds(self) -> bool:
+        """The policy, where it is better than its data."""
+        return self.config.actor_warmup == "hold"
+
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """For `distill`, the policy that training started from.
 

@@ -114,6 +114,11 @@ class QChunking(ChunkCritic):
         """Does anything need the policy's own chunks at s?"""
         return self.compares and (self.config.value == "best_of_n" or self.config.calql_weight > 0)
 
+    @property
+    def holds(self) -> bool:
+        """Does everything but the critic keep its weights until the actor may use it?"""
+        return False
+
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """Slowly following copies beside the critic's, to begin with."""
         return {}
@@ -233,15 +238,14 @@ class QChunking(ChunkCritic):
 
     def stepped(self, state: TrainState, grads: dict[str, Params]) -> tuple[dict[str, Params], dict[str, Any]]:
         """(weights, optimizer states) of every group but the critic; a policy that holds waits for the critic."""
-        params, opt = {}, {}
-        holds, is_open = self.config.actor_warmup == "hold", self.actor_open(state)
+        params, opt, is_open = {}, {}, self.actor_open(state)
         for name, gradient in grads.items():
             learner, old = self.policy_learner, state.params[name]
             learner = learner if name == "policy" else replace(learner, mask=None)
-            if holds:  # nothing for the moments to remember; schedules go on
+            if self.holds:  # nothing for the moments to remember; schedules go on
                 gradient = jax.tree.map(lambda g: jnp.where(is_open, g, 0), gradient)
             new, opt[name] = learner.step(old, gradient, state.opt[name])
-            params[name] = jax.tree.map(partial(_once, is_open), new, old) if holds else new
+            params[name] = jax.tree.map(partial(_once, is_open), new, old) if self.holds else new
         return params, opt
 
     def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:
