@@ -44,6 +44,11 @@ class ACRLPD(QChunking):
         """Also for `distill`, which picks the best, and `scale_by_state`, which needs their spread."""
         return super().samples or self.config.actor == "distill" or self.config.scale_by_state
 
+    @property
+    def holds(self) -> bool:
+        """The policy, where it is better than its data."""
+        return self.config.actor_warmup == "hold"
+
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """For `distill`, the initial policy, which samples the candidates.
 

@@ -106,6 +106,11 @@ class QChunking(ChunkCritic):
         """Whether the update samples policy chunks at s."""
         return self.compares and (self.config.value == "best_of_n" or self.config.calql_weight > 0)
 
+    @property
+    def holds(self) -> bool:
+        """Whether everything but the critic keeps its weights until the actor may use it."""
+        return False
+
     def more_targets(self, policy: Params) -> dict[str, Params]:
         """Initial target networks besides the critic's."""
         return {}
@@ -224,16 +229,15 @@ class QChunking(ChunkCritic):
         return new, metrics
 
     def stepped(self, state: TrainState, grads: dict[str, Params]) -> tuple[dict[str, Params], dict[str, Any]]:
-        """(weights, optimizer states) of all groups but the critic; with `hold` they wait until the actor may learn."""
-        params, opt = {}, {}
-        holds, is_open = self.config.actor_warmup == "hold", self.actor_open(state)
+        """(weights, optimizer states) of all groups but the critic; a policy that holds waits until the actor may learn."""
+        params, opt, is_open = {}, {}, self.actor_open(state)
         for name, gradient in grads.items():
             learner, old = self.policy_learner, state.params[name]
             learner = learner if name == "policy" else replace(learner, mask=None)
-            if holds:  # zero gradients leave the moments at zero, while schedules advance
+            if self.holds:  # zero gradients leave the moments at zero, while schedules advance
                 gradient = jax.tree.map(lambda g: jnp.where(is_open, g, 0), gradient)
             new, opt[name] = learner.step(old, gradient, state.opt[name])
-            params[name] = jax.tree.map(partial(_once, is_open), new, old) if holds else new
+            params[name] = jax.tree.map(partial(_once, is_open), new, old) if self.holds else new
         return params, opt
 
     def total_loss(self, state: TrainState, batch: Any, key: Array) -> tuple[Float[Array, ""], Metrics]:

@@ -58,8 +58,8 @@ class ChunkCriticConfig(AgentConfig, Rewards):
     """For this many steps the critic regresses observed (Monte Carlo) returns, then bootstrapped targets, so that its
     values start at the data's. Chunks with unknown returns always bootstrap."""
     actor_warmup_steps: Natural = 0
-    """For this many steps only the critic trains on RL targets. The actor imitates the data (or what `actor_warmup`
-    says); on a frozen policy it stays at its initialisation."""
+    """For this many steps only the critic trains on RL targets. The actor imitates the data; on a frozen policy it
+    stays at its initialisation."""
     gate: Share | None = None
     """The actor uses the critic only while the rank correlation of values and returns on held-out episodes is above
     this and above chance; otherwise it behaves as during `actor_warmup_steps`. None: no gate, only the warm-up."""
@@ -168,9 +168,6 @@ class QChunkingConfig(ChunkCriticConfig):
     """Distribution of flow times: OpenPI's (beta) or Q-chunking's (uniform)."""
     policy_ema_decay: Decay | None = 0.999
     """EMA decay of the policy, for acting, targets and checkpoints; None turns it off."""
-    actor_warmup: Waiting = "imitate"
-    """What the policy does during `actor_warmup_steps` and while the gate is shut. `imitate`: clones the data. `hold`:
-    keeps its weights, for a policy that is better than the data: cloning would undo earlier RL."""
     correction_weight: NotNegative | None = None
     """Lower bound on the imitation weight of chunks that an operator chose in place of the policy; the mean weight is
     1. None: corrections are ordinary data."""
@@ -202,6 +199,9 @@ class ACRLPDConfig(QChunkingConfig):
     target_ess: Inside = 0.4
     """Target effective sample size of the advantage weights, as a share of the batch; the temperature β adapts to it.
     0.3 to 0.5 works."""
+    actor_warmup: Waiting = "imitate"
+    """What the policy does during `actor_warmup_steps` and while the gate is shut. `imitate`: clones the data. `hold`:
+    keeps its weights, for a policy that is better than the data: cloning would undo earlier RL."""
     members: Members = "halves"
     """Episodes that each critic of the ensemble trains on. `halves`: half of them, each critic with its own bootstrap
     targets, so that their errors are independent. `all`: critics agree even on noise. Only `awr` uses agreement: with
