@@ -229,7 +229,7 @@ class QChunking(ChunkCritic):
         return new, metrics
 
     def stepped(self, state: TrainState, grads: dict[str, Params]) -> tuple[dict[str, Params], dict[str, Any]]:
-        """(weights, optimizer states) of all groups but the critic; a policy that holds waits until the actor may learn."""
+        """(weights, optimizer states) of all groups but the critic; a policy that holds waits for the critic."""
         params, opt, is_open = {}, {}, self.actor_open(state)
         for name, gradient in grads.items():
             learner, old = self.policy_learner, state.params[name]
