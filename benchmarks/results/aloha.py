@@ -93,8 +93,15 @@ def state_rows() -> tuple[Row, ...]:
         Row("filtered", "BC, then the best 30 % by discounted return", "filtered_aloha_transfer_state", "bc"),
         Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
         Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=("--best-of", "8")),
-        Row("dsrl", "DSRL, offline", "dsrl_aloha_transfer_state", "bc"),
+        Row("dsrl", "DSRL, offline", "dsrl_aloha_transfer_state", "bc", ("--max-steps", "1000")),
         Row("ript", "**BC, then RIPT**", ript, "bc"),
+        Row(
+            "filtered_ript",
+            "**BC, then the best 30 %, then RIPT**",
+            ript,
+            "filtered",
+            ("--policy-schedule.decay-steps", "1500"),
+        ),
         Row("acrlpd_ript", "**ACRLPD, then RIPT**", ript, "acrlpd"),
     )
 

@@ -83,7 +83,13 @@ def state_rows() -> tuple[Row, ...]:
         Row("successes_acrlpd_best", "– best of 8 by its critic", rl, of="successes_acrlpd", acting=("--best-of", "8")),
         Row("successes_dsrl", "successes only, then DSRL, offline", "dsrl_metaworld_mt10_state", "successes"),
         Row("ript", "BC, then RIPT (iterations)", "ript_metaworld_mt10_state", "bc", CURVE),
-        Row("successes_ript", "**successes only, then RIPT** (iterations)", "ript_metaworld_mt10_state", "successes", CURVE),
+        Row(
+            "successes_ript",
+            "**successes only, then RIPT** (iterations)",
+            "ript_metaworld_mt10_state",
+            "successes",
+            CURVE,
+        ),
     )
 
 
