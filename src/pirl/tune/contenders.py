@@ -94,7 +94,8 @@ def contender(task: RLTrainConfig, agent: str, read: Callable[[str], RLTrainConf
         of_data = {name: getattr(task.data, name) for name in EQUAL_DATA}
         if (
             not task.data.held_out and getattr(own.agent, "gate", None) is not None
-        ):  # a gate gives up episodes of its own
+        ):
+            # A gate needs some; they are the contender's own to give up.
             equal, of_data = equal | {"held_out": own.held_out}, of_data | {"held_out": own.data.held_out}
         data = replace(own.data, **of_data)
         acting = [name for name in EQUAL_ROLLOUT if name != "flow_steps" or not own.agent.one_step]
