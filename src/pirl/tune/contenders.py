@@ -92,9 +92,7 @@ def contender(task: RLTrainConfig, agent: str, read: Callable[[str], RLTrainConf
         own = read(agent)
         equal = {name: getattr(task, name) for name in EQUAL}
         of_data = {name: getattr(task.data, name) for name in EQUAL_DATA}
-        if (
-            not task.data.held_out and getattr(own.agent, "gate", None) is not None
-        ):
+        if not task.data.held_out and getattr(own.agent, "gate", None) is not None:
             # A gate needs some; they are the contender's own to give up.
             equal, of_data = equal | {"held_out": own.held_out}, of_data | {"held_out": own.data.held_out}
         data = replace(own.data, **of_data)
