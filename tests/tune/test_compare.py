@@ -117,6 +117,8 @@ def test_runs_are_equal_but_for_the_algorithm(tmp_path: Path) -> None:
     assert kind.agent == ACRLPDConfig(augment=False)  # the kind's defaults, but for what all algorithms have
     recipe = recipes.get_config("acrlpd_tabletop")
     assert (own.agent, own.freeze, own.critic_schedule) == (recipe.agent, recipe.freeze, recipe.critic_schedule)
+    # A gate needs held-out episodes; where the task has none, the contender gives up some of its own.
+    assert (bc.data.held_out, own.data.held_out, own.held_out) == (0, recipe.data.held_out, recipe.held_out)
     for config in (bc, kind, own):
         assert (config.seed, config.data.seed, config.num_train_steps, config.batch_size) == (3, 3, 800, 64)
         assert (config.init_weights, config.name, config.env) == ("weights", "bc_tabletop", TASK.env)

@@ -91,7 +91,11 @@ def contender(task: RLTrainConfig, agent: str, read: Callable[[str], RLTrainConf
     if is_known(agent):
         own = read(agent)
         equal = {name: getattr(task, name) for name in EQUAL}
-        data = replace(own.data, **{name: getattr(task.data, name) for name in EQUAL_DATA})
+        of_data = {name: getattr(task.data, name) for name in EQUAL_DATA}
+        if not task.data.held_out and getattr(own.agent, "gate", None) is not None:
+            # A gate needs some; they are the contender's own to give up.
+            equal, of_data = equal | {"held_out": own.held_out}, of_data | {"held_out": own.data.held_out}
+        data = replace(own.data, **of_data)
         acting = [name for name in EQUAL_ROLLOUT if name != "flow_steps" or not own.agent.one_step]
         rollout = replace(own.rollout, **{name: getattr(task.rollout, name) for name in acting})
         changed = replace(own, **equal, data=data, rollout=rollout)
