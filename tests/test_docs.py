@@ -281,7 +281,7 @@ def test_files_of_settings_are_understood(tmp_path: Path) -> None:
 def test_messages_are_those_of_the_code() -> None:
     """Messages in the left column of the troubleshooting tables stand in the code, word for word."""
     code = "".join(path.read_text() for path in (ROOT / "src/pirl").rglob("*.py"))
-    put_together = {"unknown recipe", "unknown setting"}
+    put_together = {"unknown recipe", "unknown setting", "process 0 failed:"}
     foreign = {"Unrecognized options", "RESOURCE_EXHAUSTED", "first_batch.png", "time/stall_fraction"}
     rows = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     quoted = {text for row in rows for text in CODE.findall(row)} - foreign - put_together
