@@ -63,7 +63,7 @@ MT10_TASK = Task(
 
 def state_rows() -> tuple[Row, ...]:
     """The rows for Meta-World's observations; all rows after BC make the same number of updates."""
-    bc, rl = "bc_metaworld_mt10_state", "acrlpd_metaworld_mt10_state"
+    bc, rl, ript = (f"{name}_metaworld_mt10_state" for name in ("bc", "acrlpd", "ript"))
     config = get_config(rl)
     steps, schedule = str(config.num_train_steps), config.policy_schedule
     assert isinstance(schedule, CosineSchedule)
@@ -82,14 +82,8 @@ def state_rows() -> tuple[Row, ...]:
         Row("successes_acrlpd", "**successes only, then ACRLPD, offline**", rl, "successes"),
         Row("successes_acrlpd_best", "– best of 8 by its critic", rl, of="successes_acrlpd", acting=("--best-of", "8")),
         Row("successes_dsrl", "successes only, then DSRL, offline", "dsrl_metaworld_mt10_state", "successes"),
-        Row("ript", "BC, then RIPT (iterations)", "ript_metaworld_mt10_state", "bc", CURVE),
-        Row(
-            "successes_ript",
-            "**successes only, then RIPT** (iterations)",
-            "ript_metaworld_mt10_state",
-            "successes",
-            CURVE,
-        ),
+        Row("ript", "BC, then RIPT (iterations)", ript, "bc", CURVE),
+        Row("successes_ript", "**successes only, then RIPT** (iterations)", ript, "successes", CURVE),
     )
 
 

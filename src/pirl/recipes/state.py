@@ -21,11 +21,11 @@ so time-outs count as failures (`data.failure` always): otherwise the critic see
 30 % of all steps, and the filter keeps the best 15 %. The critic learns observed returns throughout: bootstrapping from
 step 300 made it worse (correlation with returns 0.70, then 0.50).
 
-RIPT starts from what imitates the successes alone, and imitates its own better rollouts (`awr`): `nft` drifts at random
-on the 1,400 to 1,900 rows of an iteration.
+RIPT starts from what imitates the successes alone, and imitates its own better rollouts (`awr`): on the 1,400 to 1,900
+rows of an iteration `nft` drifts and gains nothing.
 
-Test states: BC 0.30, successes only 0.60, ACRLPD from BC 0.415, best of 8 0.615 (seed 0), RIPT 0.710 (one seed).
-Numbers: docs/results/metaworld.md, "From state".
+Test states: BC 0.30, successes only 0.60, ACRLPD from BC 0.415, best of 8 0.615 (seed 0), RIPT 0.710 (one seed;
+0.655 after nine iterations). Numbers: docs/results/metaworld.md, "From state".
 """
 
 from dataclasses import replace
