@@ -40,6 +40,9 @@ def test_prepared_weights_act_as_saved_ones(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, saved, rtol=0, atol=1e-5)
     differs = np.abs(found - acting.chunk(seen, seed=2)).max() > 1e-2
     assert differs == (name != "from chosen noise")  # which is the same for the same observation
+    first, second = acting.chunk(seen), acting.chunk(seen)  # new noise for every chunk, unless a seed is given
+    np.testing.assert_array_equal(first, acting.chunk(seen, seed=0))
+    assert (np.abs(first - second).max() > 1e-2) == differs
 
 
 def test_weights_alone_do_not_act_where_more_was_learned(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ Observations go through the same transform as training batches. One jitted call 
 is fixed and unused rows are padded, which avoids recompilation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Key, UInt8
 
-from pirl.agents.agent import Choice
+from pirl.agents.agent import Choice, TrainState
 from pirl.data.resize import fit, pad
 from pirl.data.transforms import Transform, parse_image
 from pirl.envs.env import RawObservation
@@ -92,6 +94,27 @@ class ChunkPolicy:
         return {
             slot: Plan(actions[i], {name: values[i] for name, values in notes.items()}) for i, slot in enumerate(slots)
         }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WithWeights:
+    """A policy with the weights to act with, for use without an environment."""
+
+    state: TrainState
+    """The weights of every group that acts."""
+    policy: ChunkPolicy
+    """Acts in up to `rollout.num_envs` environments per call."""
+    _calls: Iterator[int] = field(default_factory=count, init=False, repr=False)
+
+    def chunk(self, observation: RawObservation, *, seed: int | None = None) -> Float[np.ndarray, "H A"]:
+        """A chunk for one observation (in the robot's own keys), in robot units.
+
+        `seed` fixes the noise. By default each call draws new noise, the same sequence after each loading: with equal
+        noise in every chunk, a policy would always choose alike where its data allow several ways.
+        """
+        step = next(self._calls) if seed is None else 0
+        acting = self.policy.use(self.state, jax.random.key(seed or 0))
+        return acting.plan({0: observation}, {0: (0, step)})[0]
 
 
 def _with_notes(found: Float[Array, "B H A"] | Choice) -> tuple[Float[Array, "B H A"], dict[str, Array]]:

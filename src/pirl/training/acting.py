@@ -15,8 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Float
 
 from pirl import trust
 from pirl.agents.agent import Agent, TrainState
@@ -31,13 +29,12 @@ from pirl.config import RLTrainConfig
 from pirl.config_io import from_dict, read_yaml
 from pirl.data.assets import assets_beside, choose_asset, named_asset
 from pirl.data.transforms import Transform
-from pirl.envs.env import RawObservation
 from pirl.errors import CheckpointError, ConfigError
 from pirl.models.params import Params
 from pirl.models.policy import Preparing
 from pirl.names import ASSETS_ITEM, CONFIG_FILE, PARAMS_ITEM, TRAIN_STATE_ITEM
 from pirl.parallel.sharding import make_mesh, sharded_shapes
-from pirl.rollout.policy import ChunkPolicy
+from pirl.rollout.policy import ChunkPolicy, WithWeights
 from pirl.training.build import build_chunk_policy, build_transform
 from pirl.training.config import KeepBest
 from pirl.training.ending import best_step
@@ -67,23 +64,15 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Acting:
+class Acting(WithWeights):
     """A loaded checkpoint."""
 
     found: Found
     """Its location and configuration."""
-    state: TrainState
-    """The acting weights of every group needed."""
-    policy: ChunkPolicy
-    """Acts in up to `rollout.num_envs` environments per call."""
 
     def use(self, seed: int) -> ChunkPolicy:
         """The policy with these weights; `seed` determines its noise."""
         return self.policy.use(self.state, jax.random.key(seed))
-
-    def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """The chunk for one observation (in the robot's own keys), in robot units."""
-        return self.use(seed).plan({0: observation}, {0: (0, 0)})[0]
 
 
 def open_checkpoint(

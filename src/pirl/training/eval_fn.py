@@ -8,42 +8,35 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from pirl import trust
 from pirl.agents.agent import Agent, TrainState
 from pirl.config import RLTrainConfig
 from pirl.data.transforms import Transform
-from pirl.envs.env import RawObservation
 from pirl.errors import ConfigError
 from pirl.parallel.distributed import Meeting
 from pirl.rollout.collector import Say
 from pirl.rollout.hosts import weights_to_act
-from pirl.rollout.policy import ChunkPolicy
+from pirl.rollout.policy import ChunkPolicy, WithWeights
 
 GROUP = "eval_fn"
 """Prefix of metrics whose names have no slash."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Snapshot:
-    """A run at one step, passed to the user's function."""
+class Snapshot(WithWeights):
+    """A run at one step, passed to the user's function.
+
+    `state` has all weights; with several hosts only the acting ones, on this process's devices. Do not keep it: the
+    next update donates it.
+    """
 
     step: int
     """Steps so far; 0 before training."""
-    state: TrainState
-    """All weights; with several hosts only the acting ones, on this process's devices. Do not keep it: the next update
-    donates it."""
     agent: Agent
     """The algorithm."""
     config: RLTrainConfig
     """The run's configuration."""
-    policy: ChunkPolicy
-    """Acts with these weights; `policy.plan` takes several environments at once."""
-
-    def chunk(self, observation: RawObservation, *, seed: int = 0) -> Float[np.ndarray, "H A"]:
-        """The chunk for one observation (in the robot's own keys), in robot units."""
-        return self.policy.use(self.state, jax.random.key(seed)).plan({0: observation}, {0: (0, 0)})[0]
 
 
 EvalFn = Callable[[Snapshot], Mapping[str, float]]
