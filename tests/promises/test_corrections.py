@@ -38,7 +38,7 @@ EPISODES, PATIENCE, WINDOW = 200, 4, 4
 POLICY = MLPFlow(MLPFlowConfig(state_dim=2, action_dim=2, horizon=HORIZON, hidden=(64, 64, 64)))
 KEYS, MORE_KEYS = (jax.random.split(jax.random.key(seed), SEEDS) for seed in (7, 8))
 LEARNER = Learner(tx=optax.adam(2e-3), ema_decay=0.96)
-_SHARED: dict[str, Any] = {"policy": POLICY, "learner": LEARNER, "real_action_dim": 2}
+_SHARED: dict[str, Any] = {"policy": POLICY, "policy_learner": LEARNER, "real_action_dim": 2}
 CLONING = BC(config=BCConfig(flow_draws=2, mask_padding=True), **_SHARED)
 DAGGER = DAgger(config=DAggerConfig(flow_draws=2, mask_padding=True, correction_weight=3.0), **_SHARED)
 

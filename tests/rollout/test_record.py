@@ -211,8 +211,8 @@ def test_recordings_go_on_with_new_states_as_long_as_there_are_some() -> None:
 
 def test_dials() -> None:
     assert parse_dials(TABLETOP, []) is None
-    assert parse_dials(TABLETOP, ["wrong=0.5", "put-back=true", "wrong-block=0.5"]) == Dials(
-        wrong=0.5, wrong_block=0.5, put_back=True
+    assert parse_dials(TABLETOP, ["wrong=0.5", "any-zone=true", "wrong-block=0.5"]) == Dials(
+        wrong=0.5, wrong_block=0.5, any_zone=True
     )
     for words, answer in (
         (["rong=1"], "did you mean: wrong"),

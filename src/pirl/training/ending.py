@@ -31,21 +31,21 @@ def summary(config: RLTrainConfig, checkpoints: Checkpoints, *, start: int, step
     )
 
 
-def best_step(metrics: Mapping[int, Mapping[str, float]], rule: KeepBest) -> int | None:
-    """The saved step with the best value of `rule.metric`; ties go to the later step."""
+def best_step(metrics: Mapping[int, Mapping[str, float | None]], rule: KeepBest) -> int | None:
+    """The saved step with the best value of `rule.metric`; ties go to the later step. Values that were NaN are None."""
     sign = 1 if rule.mode == "max" else -1
-    scores = {
-        step: sign * values[rule.metric] for step, values in metrics.items() if values.get(rule.metric) is not None
-    }
+    measured = {step: values.get(rule.metric) for step, values in metrics.items()}
+    scores = {step: sign * value for step, value in measured.items() if value is not None}
     return max(scores, key=lambda step: (scores[step], step), default=None)
 
 
-def table(metrics: Mapping[int, Mapping[str, float]], best: int | None) -> list[str]:
+def table(metrics: Mapping[int, Mapping[str, float | None]], best: int | None) -> list[str]:
     """A table of saved steps with up to six headline metrics each."""
     names = [name for name in HEADLINES if any(name in values for values in metrics.values())][:6]
     rows = [("step", *names)]
     for step, values in metrics.items():
-        shown = ("–" if values.get(name) is None else number(values[name]) for name in names)
+        found = [values.get(name) for name in names]
+        shown = ("–" if value is None else number(value) for value in found)
         rows.append((f"{step:,}{' (best)' if step == best else ''}", *shown))
     return text.table(rows, "<" + ">" * len(names))
 
