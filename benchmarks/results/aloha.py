@@ -17,10 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ladder import DOCS, Ladder, Row, Task, say, write
-
-from pirl.recipes import get_config
-from pirl.training.config import CosineSchedule
+from ladder import DOCS, Ladder, Row, Task, rows_from_state, say, write
 
 DIALS = ("--dials", "grasp_error=0.006", "waypoint_noise=0.01", "action_noise=0.005")
 TRANSFER = Task(
@@ -80,19 +77,9 @@ TRANSFER = Task(
 
 def state_rows() -> tuple[Row, ...]:
     """The rows for joints and the cube's pose; all offline rows after BC make the same number of updates."""
-    bc, rl, ript = (f"{agent}_aloha_transfer_state" for agent in ("bc", "acrlpd", "ript"))
-    config = get_config(rl)
-    steps, schedule = str(config.num_train_steps), config.policy_schedule
-    assert isinstance(schedule, CosineSchedule)
-    alike = ("--pi0-lr", str(schedule.peak_lr), "--policy-schedule.decay-steps", steps, "--max-steps", steps)
+    ript = "ript_aloha_transfer_state"
     return (
-        Row("untrained", "untrained (one update)", bc, settings=("--max-steps", "1")),
-        Row("bc", "BC", bc),
-        Row("bc_more", "BC, continued for as many updates as RL", bc, "bc", alike),
-        Row("successes", "BC, then successes only", bc, "bc", ("--data.successes-only", *alike)),
-        Row("filtered", "BC, then the best 30 % by discounted return", "filtered_aloha_transfer_state", "bc"),
-        Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
-        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=("--best-of", "8")),
+        *rows_from_state("aloha_transfer_state", "30 %"),
         Row("dsrl", "DSRL, offline", "dsrl_aloha_transfer_state", "bc", ("--max-steps", "1000")),
         Row("ript", "**BC, then RIPT**", ript, "bc"),
         Row(

@@ -25,6 +25,7 @@ from pirl.data.inspection import inspect_dataset
 from pirl.recipes import get_config
 from pirl.rollout.evaluate import Rate
 from pirl.rollout.record import num_recorded
+from pirl.training.config import CosineSchedule
 from pirl.tune.intervals import t_interval
 
 DOCS = Path(__file__).parents[2] / "docs/results"
@@ -53,6 +54,28 @@ class Row:
 
 DEMOS = Row("demos", "the demonstrations themselves", "")
 """The first line of a table; its success rate is known from recording."""
+
+
+def rows_from_state(task: str, best: str) -> tuple[Row, ...]:
+    """The rows that every ladder from state begins with; `best` titles the filter by return.
+
+    All offline rows after BC make as many updates, at the same rate and batch size.
+    """
+    bc, rl = f"bc_{task}", f"acrlpd_{task}"
+    config = get_config(rl)
+    steps, schedule = str(config.num_train_steps), config.policy_schedule
+    assert isinstance(schedule, CosineSchedule)
+    alike = ("--pi0-lr", str(schedule.peak_lr), "--policy-schedule.decay-steps", steps, "--max-steps", steps)
+    alike += ("--batch-size", str(config.batch_size))
+    return (
+        Row("untrained", "untrained (one update)", bc, settings=("--max-steps", "1")),
+        Row("bc", "BC", bc),
+        Row("bc_more", "BC, continued for as many updates as RL", bc, "bc", alike),
+        Row("successes", "BC, then successes only", bc, "bc", ("--data.successes-only", *alike)),
+        Row("filtered", f"BC, then the best {best} by discounted return", f"filtered_{task}", "bc"),
+        Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
+        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=("--best-of", "8")),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ladder import DOCS, Ladder, Row, Task, read, say, write
+from ladder import DOCS, Ladder, Row, Task, read, rows_from_state, say, write
 
 from pirl.envs.metaworld_tasks import INSTRUCTIONS, MT10
-from pirl.recipes import get_config
 from pirl.rollout.evaluate import Rate
-from pirl.training.config import CosineSchedule
 
 PAGE, RAW = DOCS / "metaworld.md", DOCS / "metaworld.jsonl"
 TASKS_BEGIN, TASKS_END = "<!-- tasks: begin -->", "<!-- tasks: end -->"
@@ -63,20 +61,9 @@ MT10_TASK = Task(
 
 def state_rows() -> tuple[Row, ...]:
     """The rows for Meta-World's observations; all rows after BC make the same number of updates."""
-    bc, rl, ript = (f"{name}_metaworld_mt10_state" for name in ("bc", "acrlpd", "ript"))
-    config = get_config(rl)
-    steps, schedule = str(config.num_train_steps), config.policy_schedule
-    assert isinstance(schedule, CosineSchedule)
-    alike = ("--pi0-lr", str(schedule.peak_lr), "--policy-schedule.decay-steps", steps, "--max-steps", steps)
-    alike += ("--batch-size", str(config.batch_size))
+    rl, ript = "acrlpd_metaworld_mt10_state", "ript_metaworld_mt10_state"
     return (
-        Row("untrained", "untrained (one update)", bc, settings=("--max-steps", "1")),
-        Row("bc", "BC", bc),
-        Row("bc_more", "BC, continued for as many updates as RL", bc, "bc", alike),
-        Row("successes", "BC, then successes only", bc, "bc", ("--data.successes-only", *alike)),
-        Row("filtered", "BC, then the best 15 % by discounted return", "filtered_metaworld_mt10_state", "bc"),
-        Row("acrlpd", "**ACRLPD, offline**", rl, "bc"),
-        Row("acrlpd_best", "– best of 8 by its critic", rl, of="acrlpd", acting=("--best-of", "8")),
+        *rows_from_state("metaworld_mt10_state", "15 %"),
         Row("recap", "RECAP, offline", "recap_metaworld_mt10_state", "bc"),
         Row("dsrl", "DSRL, offline", "dsrl_metaworld_mt10_state", "bc"),
         Row("successes_acrlpd", "**successes only, then ACRLPD, offline**", rl, "successes"),

@@ -28,17 +28,15 @@ Success on 200 test states, seeds 0 and 1: BC .25 .29, successes only .54 .61, t
 run.
 """
 
-from dataclasses import replace
-
-from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import AlohaConfig
 from pirl.models.config import MLPFlowConfig
 from pirl.models.critic_config import CriticConfig
-from pirl.recipes.families import apply, derive
+from pirl.recipes.families import apply, derive, improved_from_state
 from pirl.rollout.config import EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
+from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule
 
 _BC = RLTrainConfig(
     name="bc_aloha_transfer_state",
@@ -64,25 +62,7 @@ _BC = RLTrainConfig(
     log_interval=100,
 )
 
-_ACRLPD = replace(
-    derive(
-        _BC,
-        ACRLPDConfig,
-        discount=0.99,
-        num_action_samples=4,
-        flow_steps=5,
-        target_ess=0.3,
-        bc_loss_weight=0.0,
-        target_update_rate=0.01,
-        mc_steps=2000,
-        actor_warmup_steps=300,
-    ),
-    policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=5e-4, decay_steps=2000, decay_lr=1e-5),
-    critic_schedule=ConstantSchedule(lr=5e-4),
-    evaluation=EvalConfig(interval=1000, episodes=50, films=0),
-    checkpoint=CheckpointConfig(save_interval=1000, keep_period=None),
-    num_train_steps=2000,
-)
+_ACRLPD = improved_from_state(_BC, steps=2000, mc_steps=2000, every=1000, batch_size=128)
 
 _RIPT = apply(
     _BC,

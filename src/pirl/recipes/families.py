@@ -86,6 +86,19 @@ def improved(bc: RLTrainConfig, *, discount: float, steps: int) -> RLTrainConfig
     )
 
 
+def improved_from_state(bc: RLTrainConfig, *, steps: int, mc_steps: int, every: int, batch_size: int) -> RLTrainConfig:
+    """ACRLPD from a cloned MLP policy, whose weights all train. Evaluates and saves at every `every`th step."""
+    own = {"num_action_samples": 4, "flow_steps": bc.rollout.flow_steps, "target_ess": 0.3, "bc_loss_weight": 0.0}
+    own |= {"discount": 0.99, "target_update_rate": 0.01, "mc_steps": mc_steps, "actor_warmup_steps": 300}
+    return replace(
+        _measured(derive(bc, ACRLPDConfig, **own), every=every),
+        policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=5e-4, decay_steps=steps, decay_lr=1e-5),
+        critic_schedule=ConstantSchedule(lr=5e-4),
+        batch_size=batch_size,
+        num_train_steps=steps,
+    )
+
+
 def in_groups(bc: RLTrainConfig, *, groups: int, workers: int, iterations: int, updates: int) -> RLTrainConfig:
     """RIPT from such a clone, with the VLM frozen. All rollouts of an iteration run in parallel."""
     agent = RIPTConfig(group_size=8, groups_per_iteration=groups, max_attempts=1.5, epochs=2, flow_draws=4)

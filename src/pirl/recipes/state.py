@@ -30,15 +30,15 @@ Test states: BC 0.30, successes only 0.60, ACRLPD from BC 0.415, best of 8 0.615
 
 from dataclasses import replace
 
-from pirl.agents.config import ACRLPDConfig, BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
+from pirl.agents.config import BCConfig, DSRLConfig, FilteredConfig, RECAPConfig, RIPTConfig
 from pirl.config import RLTrainConfig
 from pirl.data.config import DataConfig
 from pirl.envs.config import MetaWorldConfig
 from pirl.models.config import MLPFlowConfig
 from pirl.models.critic_config import CriticConfig
-from pirl.recipes.families import derive
+from pirl.recipes.families import derive, improved_from_state
 from pirl.rollout.config import EvalConfig, RolloutConfig
-from pirl.training.config import AdamW, CheckpointConfig, ConstantSchedule, CosineSchedule
+from pirl.training.config import AdamW, CheckpointConfig, CosineSchedule
 
 _WIDTHS = (512, 512, 512, 512)
 
@@ -66,26 +66,7 @@ _METAWORLD = RLTrainConfig(
     log_interval=100,
 )
 
-_ACRLPD = replace(
-    derive(
-        _METAWORLD,
-        ACRLPDConfig,
-        discount=0.99,
-        num_action_samples=4,
-        flow_steps=5,
-        target_ess=0.3,
-        bc_loss_weight=0.0,
-        target_update_rate=0.01,
-        mc_steps=1200,
-        actor_warmup_steps=300,
-    ),
-    policy_schedule=CosineSchedule(warmup_steps=50, peak_lr=5e-4, decay_steps=1200, decay_lr=1e-5),
-    critic_schedule=ConstantSchedule(lr=5e-4),
-    evaluation=EvalConfig(interval=600, episodes=100, films=0),
-    checkpoint=CheckpointConfig(save_interval=600, keep_period=None),
-    batch_size=64,
-    num_train_steps=1200,
-)
+_ACRLPD = improved_from_state(_METAWORLD, steps=1200, mc_steps=1200, every=600, batch_size=64)
 
 _RIPT = replace(
     _METAWORLD,
